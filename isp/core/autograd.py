@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 
 class Function(function.Function):
-    """torch's autograd function without `torch.func` support, whose checks cost in each `apply`.
+    """torch's autograd function without support for `torch.func`, whose checks slow each `apply`.
 
     None of ISP's functions supports these transforms; torch still refuses them, by an assertion.
     """
@@ -32,8 +32,8 @@ class Function(function.Function):
 def once_differentiable(backward: Callable[..., R]) -> Callable[..., R]:
     """Decorate the backward of an autograd function, so that differentiating it raises.
 
-    torch's decorator checks all tensors of every call and switches gradients off. Gradients are on
-    only in a backward with `create_graph`, so only then is torch's decorator needed.
+    torch's decorator checks all tensors in every call and switches gradients off. They are on only
+    in a backward with `create_graph`, so only then does this one call torch's decorator.
     """
     guarded: Callable[..., R] = function.once_differentiable(backward)
 
@@ -45,16 +45,19 @@ def once_differentiable(backward: Callable[..., R]) -> Callable[..., R]:
 
 
 def writable(x: Tensor) -> Tensor:
-    """Return x as a tensor that is no view, so that the caller of a forward may write into it.
+    """Return x as a tensor that is not a view, so that the caller of a forward may write into it.
 
     torch raises if code writes into a view that a custom function returned, and `F.linear` and
     `F.embedding` return views. Memory and version counter stay shared, so autograd still detects
     that a saved tensor was written into.
     """
+    # `detach` only where needed: it costs a call in every forward.
     return x.detach() if is_view(x) else x
 
 
 class _Joined(Function):
+    """The autograd function of `joined`."""
+
     @staticmethod
     def forward(ctx: Any, out: Tensor, *others: Tensor) -> Tensor:
         ctx.like = [(x.shape, x.dtype, x.device) for x in others]
@@ -63,15 +66,16 @@ class _Joined(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
+        # Made in backward: only shapes are kept until then.
         zeros = (torch.zeros(shape, dtype=dtype, device=at) for shape, dtype, at in ctx.like)
         return d_out, *zeros
 
 
 def joined(out: Tensor, *others: Tensor | None) -> Tensor:
-    """Return `out`, whose backward gives `others` a gradient of zeros.
+    """Return `out` with a backward that also gives `others` gradients, of zeros.
 
-    A rank without tokens, heads or earlier states uses nothing of an exchange's result. Its
-    backward has to reach the exchange nevertheless: the other ranks wait for it there.
+    A rank without tokens, heads or earlier states uses nothing of what an exchange returns. Its
+    backward must reach the exchange nevertheless: the other ranks wait for it there.
     """
     y: Tensor = _Joined.apply(out, *(x for x in others if x is not None and x.requires_grad))
     return y
@@ -80,10 +84,10 @@ def joined(out: Tensor, *others: Tensor | None) -> Tensor:
 def after_gradients(
     owner: T, act: Callable[[T, Any], None], parameters: Iterable[nn.Parameter]
 ) -> list[RemovableHandle]:
-    """Register hooks that call `act(owner, parameter)` when a pass has accumulated a gradient.
+    """Register hooks that call `act(owner, parameter)` after a gradient has been accumulated.
 
-    They refer to `owner` weakly: torch keeps hooks where Python's collector cannot see that they
-    refer back to the parameters, so an owner held by them would never be freed, nor its weights.
+    The hooks refer to `owner` weakly: Python's garbage collector cannot look into torch's list of
+    hooks, so with a strong reference the owner and its weights would never be freed.
     """
     held = weakref.ref(owner)
 

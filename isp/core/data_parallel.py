@@ -24,12 +24,10 @@ __all__ = ["BucketManager", "DataParallelBucket", "DataParallelNaive"]
 
 
 class _DataParallel(nn.Module):
-    """The common base: main gradients that are reduced when a backward pass is over.
+    """The base of both classes: main gradients that are reduced by the end of a backward pass.
 
-    [Note: End of backward] At the first gradient of a pass, the autograd engine is told to call
-    `finish` when the pass is over. On a rank where no parameter gets a gradient, nothing does that:
-    call `finish` there, or the other ranks wait for it. A reentrant checkpoint is a pass within the
-    pass and would end it too early; the next gradient then raises RuntimeError.
+    `finish` is called at the end of each backward pass in which a parameter gets a gradient.
+    See [Note: End of backward] in docs/design/notes/communication.md.
     """
 
     def __init__(self, module: nn.Module, channel: Channel, *, bucket_bytes: int) -> None:
@@ -47,7 +45,7 @@ class _DataParallel(nn.Module):
         self._gradients = MainGradients(items, {Axis.DATA: channel}, bucket_bytes=bucket_bytes)
         self._sync = True
         self._ending = False
-        # Registered after the hooks of MainGradients, so that these run first.
+        # Registered after the hooks of MainGradients, which must have added the gradient before.
         after_gradients(self, _DataParallel._end_with_this_pass, (item.parameter for item in items))
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -56,7 +54,7 @@ class _DataParallel(nn.Module):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Accumulate gradients on this rank only, in backward passes that are not a step's last."""
+        """Accumulate gradients without reducing them; for all backward passes but a step's last."""
         before, self._sync = self._sync, False
         try:
             with self._gradients.no_sync():
@@ -65,10 +63,11 @@ class _DataParallel(nn.Module):
             self._sync = before
 
     def finish(self) -> None:
-        """Reduce the remaining buckets, wait for all sums, and set `p.grad`; free if done already.
+        """Reduce the remaining buckets, wait for all sums, and set `p.grad`.
 
-        `p.grad` is the main gradient itself if the dtypes agree, else a copy in the parameter's
-        dtype. A parameter without a gradient on this rank contributes zeros.
+        `p.grad` is the main gradient itself if the dtypes are equal, else a copy in the parameter's
+        dtype. A parameter without a gradient on this rank contributes zeros. A second call in a
+        step does nothing.
         """
         self._ending = False
         if self._gradients.reduced:
@@ -78,23 +77,25 @@ class _DataParallel(nn.Module):
             item.parameter.grad = self.main_grad(item.parameter).to(item.parameter.dtype)
 
     def reset(self) -> None:
-        """Begin a new step with no gradients; between steps, and after a backward that failed."""
+        """Discard all gradients; call this between steps, and after a backward that failed."""
         self._ending = False
         self._gradients.zero()
 
     def main_grad(self, parameter: nn.Parameter) -> Tensor:
-        """Return the gradient, float32 or wider: summed over the replicas once backward is over."""
+        """Return the gradient in float32 or wider; after backward, the sum over the replicas."""
         return self._gradients.grad(parameter)
 
     def _end_with_this_pass(self, _: Tensor) -> None:
-        if self._sync and not self._ending:
+        """Let this backward pass call `finish` at its end; the hook of all parameters."""
+        if self._sync and not self._ending:  # the first gradient of the pass
             self._ending = True
             call_after_backward(self.finish)  # [Note: End of backward]
 
     @torch.no_grad()
     def _start_equal(self, channel: Channel) -> None:
-        """Give every replica the weights and buffers of the channel's first rank."""
+        """Broadcast the weights and buffers of the channel's first rank to every replica."""
         tensors = [*self.module.named_parameters(), *self.module.named_buffers()]
+        # All are launched before the first is waited for.
         sent = [
             channel.broadcast_(x.detach(), tag=Tag(Purpose.PUBLISHED_WEIGHT, name))
             for name, x in tensors
@@ -104,11 +105,11 @@ class _DataParallel(nn.Module):
 
 
 class DataParallelNaive(_DataParallel):
-    """A module whose gradients are summed over `channel` at the end, one all-reduce a parameter.
+    """A module whose gradients are summed over `channel` after backward, each by an all-reduce.
 
-    For comparison, and to find out whether a bug is in the overlap. The channel's ranks are those
-    with the same weights: data, or data x sequence. Gradients are summed, never averaged: divide
-    the loss by the global number of tokens.
+    Use it for comparison, or to find out whether a bug is in the overlap. The channel's ranks are
+    those with the same weights: data, or data x sequence. Gradients are summed, never averaged:
+    divide the loss by the global number of tokens.
     """
 
     def __init__(self, module: nn.Module, channel: Channel) -> None:
@@ -126,8 +127,9 @@ class DataParallelBucket(_DataParallel):
         optimizer.step()
 
     Gradients are accumulated and reduced in float32 or wider. A bucket of about `bucket_bytes` is
-    reduced as soon as its last gradient is there [Note: Launch order]; the bits are those without
-    overlap. As in `DataParallelNaive`, gradients are summed, never averaged.
+    reduced as soon as its last gradient is final and earlier buckets are launched [Note: Launch
+    order]; the result is bit-equal to that without overlap. As in `DataParallelNaive`, gradients
+    are summed, never averaged.
     """
 
     def __init__(
@@ -137,7 +139,7 @@ class DataParallelBucket(_DataParallel):
         self._gradients.expect_last()
 
     def reset(self) -> None:
-        """Begin a new step with no gradients; call it between steps."""
+        """Discard all gradients, and begin a new step; call this between steps."""
         super().reset()
         if self._sync:
             self._gradients.expect_last()

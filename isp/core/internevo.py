@@ -1,9 +1,9 @@
-"""Classes for users of InternEvo, by its names; the runtime does not use them.
+"""Classes with the names of InternEvo, for its users; the runtime does not use them.
 
-| name | what it is for | what the runtime uses instead |
+| name | what it is | what the runtime uses instead |
 |---|---|---|
 | `SeqAllToAll` | all-to-all between two dims of one tensor | `Exchange`, which sends several tensors at once, in `isp.core.attention.all_to_all` |
-| `ISPOverlapState` | the gathers of one model chunk, to look at | `DeclaredWeight.gathered` of the communicator's weights |
+| `ISPOverlapState` | the gathered weights of one model chunk, for inspection | `DeclaredWeight.gathered` of the communicator's weights |
 | `ISPCommunicatorWrapper` | several communicators used as one | one `ISPCommunicator` with channels for dense weights and for experts |
 | `EmbeddingWeightParallelCommunicator` | an embedding split by vocabulary or by hidden features | the model's `ISPCommunicator`; an embedding is one more layer of the plan |
 | `HeadWeightParallelCommunicator` | a head whose logits are exchanged or gathered | the model's `ISPCommunicator`, and `logit_exchange` |
@@ -52,7 +52,7 @@ __all__ = [
 
 
 class SeqAllToAll:
-    """The all-to-all that shards dim `scatter` over the ranks and gathers dim `gather`.
+    """An all-to-all that shards dim `scatter` over the ranks and gathers dim `gather`.
 
     x [.., N, .., M/p, ..] -> [.., N/p, .., M, ..]; backward swaps the two dims.
     Raises ValueError if N is not a multiple of the channel's size.
@@ -61,12 +61,12 @@ class SeqAllToAll:
 
     @staticmethod
     def apply(channel: Channel, x: Tensor, scatter: int, gather: int) -> Tensor:
-        """Exchange x and wait for the result."""
+        """Return the exchanged x, after waiting for it."""
         return exchanged(two_dims(channel, x, scatter, gather), x)[0]
 
     @staticmethod
     def launch(channel: Channel, x: Tensor, scatter: int, gather: int) -> Pending:
-        """Launch the exchange of x; its result has the same bits as that of `apply`."""
+        """Launch the exchange of x, and return its result as a `Pending`, bit-equal to `apply`."""
         arrive = launch(two_dims(channel, x, scatter, gather), (x,))
         return Pending(lambda: arrive()[0])
 
@@ -76,11 +76,12 @@ class ISPOverlapState:
     """The weights of one model chunk, each with its gathered tensors, if any."""
 
     weights: tuple[DeclaredWeight, ...]
+    """The chunk's weights; `gathered` of each has its gathered tensors, or is None."""
 
     @classmethod
     def of_chunks(cls, communicator: ISPCommunicator) -> list[ISPOverlapState]:
         """Return the state of each chunk; a shared weight is listed in its first chunk only."""
-        left = dict(communicator._gatherer.weights)
+        left = dict(communicator._gatherer.weights)  # popped below: a shared weight is listed once
         return [
             cls(
                 tuple(
@@ -95,10 +96,10 @@ class ISPOverlapState:
 
 
 class ISPCommunicatorWrapper:
-    """Several communicators, e.g. for dense and expert weights, driven as one, in their order.
+    """Several communicators, such as for dense and expert weights, with the methods of one.
 
-    Layers call their own communicator directly. All communicators follow the same actions, each by
-    the plan of the blocks that were declared to it.
+    Each method calls all communicators in their order; layers call their own communicator directly.
+    All follow the same actions, each by the plan of the blocks that were declared to it.
     """
 
     def __init__(self, communicators: Sequence[ISPCommunicator]) -> None:
@@ -132,13 +133,13 @@ class ISPCommunicatorWrapper:
             communicator.drain()
 
     def switch_current_model_chunk(self, chunk: int) -> None:
-        """Set the chunk that runs from now on."""
+        """Tell all communicators which model chunk runs from now on."""
         for communicator in self.communicators:
             communicator.switch_current_model_chunk(chunk)
 
     @contextmanager
     def recomputing(self) -> Iterator[None]:
-        """Treat forward passes in this context as recomputes."""
+        """Treat forward passes in this context as recomputations."""
         with ExitStack() as stack:
             for communicator in self.communicators:
                 stack.enter_context(communicator.recomputing())
@@ -191,10 +192,10 @@ class _Delegating(WPCommunicator):
 
 
 class EmbeddingWeightParallelCommunicator(_Delegating):
-    """The communicator for a table [V, D], sharded by vocabulary or by hidden features.
+    """A communicator for an embedding table [V, D], sharded by vocabulary or by hidden features.
 
-    The table is sharded over the weight group, and prefetched for forward by the plan. Backward
-    needs no weight, so it is not gathered again; the gradient is reduce-scattered.
+    The table is sharded over the weight group, and the plan prefetches it for forward. Backward
+    does not need it, so it is not gathered again; the gradient is reduce-scattered.
     """
 
     def __init__(
@@ -215,15 +216,15 @@ class EmbeddingWeightParallelCommunicator(_Delegating):
 
 
 class HeadWeightParallelCommunicator(_Delegating):
-    """The communicator for the head, whose weight is gathered and whose logits may be exchanged.
+    """A communicator for the head, whose weight is gathered and whose logits may be exchanged.
 
     Each rank computes all logits of its tokens, [B, S/p, V]. With `retain_out_sharded`
     True    an all-to-all exchanges them to [B, S, V/p], for a vocabulary-parallel loss;
     False   they are all-gathered along the sequence to [B, S, V], equal on all ranks;
-    None    they remain as they are.
+    None    they remain [B, S/p, V].
 
-    The gradient takes the same way back. Where all ranks have the same logits, each keeps the
-    gradient of its own tokens.
+    The gradient is exchanged back in the same way; for False, where all ranks have the same logits,
+    each rank only takes the gradient of its own tokens.
     """
 
     def __init__(
@@ -239,7 +240,7 @@ class HeadWeightParallelCommunicator(_Delegating):
         self.retain_out_sharded = retain_out_sharded
 
     def output_hook(self, x: Tensor, *, tag: Tag = UNNAMED) -> Pending:
-        """Launch the exchange of logits: x [B, S/p, V] -> [B, S, V/p], [B, S, V] or x itself."""
+        """Launch the exchange of logits x [B, S/p, V] -> [B, S, V/p], [B, S, V] or x itself."""
         match self.retain_out_sharded:
             case True:
                 return logit_exchange(self.tensor).y(x, tag=tag)

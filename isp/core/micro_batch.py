@@ -1,6 +1,6 @@
 """`MicroBatch`: the input of one forward.
 
-Shapes: B `micro_bsz`, S `seq_len`, n documents of a micro-batch.
+Shapes: B rows (`micro_bsz`), S tokens of a row (`seq_len`), n documents of a micro-batch.
 """
 
 from __future__ import annotations
@@ -17,53 +17,53 @@ __all__ = ["MicroBatch", "document_bounds"]
 
 @dataclass(frozen=True, eq=False)
 class MicroBatch:
-    """The input of one forward. Packed: rows are joined to one, and `cu_seqlens` cuts it."""
+    """The input of one forward; if packed, rows are joined to one, which `cu_seqlens` cuts."""
 
     tokens: Tensor
-    """int64 [1, B * S] packed, else [B, S]."""
+    """int64 [1, B * S] if packed, else [B, S]."""
 
     labels: Tensor
-    """As `tokens`: the token to predict, or -100 where there is none."""
+    """The token to predict at each place, or -100 for none; shape and dtype as `tokens`."""
 
     positions: Tensor
-    """As `tokens`: for rotary embeddings, restarting in each document's piece when packed."""
+    """Positions for rotary embeddings, shaped like `tokens`; they restart in each packed piece."""
 
     cu_seqlens: Tensor | None
-    """int32 [n + 1], packed only: where each document's piece begins in the row; last: B * S.
+    """int32 [n + 1]: where each document's piece begins in the row, then B * S; None: not packed.
 
-    In host memory, on whatever device the others are.
+    In host memory, whatever the device of the other tensors is.
     """
 
     padding: tuple[int, ...] = ()
-    """Padding tokens at the end of each of the B rows; empty where none is known of."""
+    """Number of padding tokens at the end of each of the B rows; empty: none, or not known."""
 
     @property
     def num_tokens(self) -> int:
-        """Tokens that are not padding."""
+        """Number of tokens that are not padding."""
         return self.tokens.numel() - sum(self.padding)
 
     @property
     def document_lengths(self) -> list[int]:
-        """Length in tokens of each document's piece, or of each row if not packed; no padding."""
+        """Tokens of each document's piece, or of each row if not packed; without padding."""
         num_rows = len(self.padding) or self.tokens.shape[0]
         row_length = self.tokens.numel() // num_rows
         padding = self.padding or (0,) * num_rows
         if self.cu_seqlens is None:
             return [row_length - of_row for of_row in padding]
-        # Where a row's padding begins, a piece begins that is no document.
-        ends = {(row + 1) * row_length - size for row, size in enumerate(padding) if size}
+        # The padding of a row is a piece of its own in `cu_seqlens`, but no document.
+        padding_starts = {(row + 1) * row_length - size for row, size in enumerate(padding) if size}
         starts, lengths = self.cu_seqlens[:-1].tolist(), self.cu_seqlens.diff().tolist()
         pieces = zip(starts, lengths, strict=True)
-        return [length for start, length in pieces if start not in ends]
+        return [length for start, length in pieces if start not in padding_starts]
 
     def to(self, device: torch.device) -> MicroBatch:
-        """The same micro-batch on another device."""
+        """Return the micro-batch with its tensors on `device`, except `cu_seqlens`."""
         rows = (self.tokens, self.labels, self.positions)
         tokens, labels, positions = (pinned_memory.send(x, device) for x in rows)
         return MicroBatch(tokens, labels, positions, self.cu_seqlens, self.padding)
 
 
 def document_bounds(starts: Tensor) -> Tensor:
-    """`cu_seqlens` [n + 1], int32, of n documents that begin where `starts` [tokens] is true."""
+    """Return int32 `cu_seqlens` [n + 1] for documents that begin where `starts` [B * S] is True."""
     begins = starts.nonzero().squeeze(-1)
     return torch.cat((begins, torch.tensor([len(starts)]))).to(torch.int32)

@@ -53,9 +53,9 @@ class RngSnapshot:
 
 
 class RngStatesTracker:
-    """Named random streams of one device, cpu or cuda; for use by one thread.
+    """Named random streams of one device, cpu or cuda; not safe for several threads.
 
-    Outside of forks, the device's generator is as other code leaves it.
+    The device's own generator is changed only inside of forks, and restored after them.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -64,7 +64,7 @@ class RngStatesTracker:
         self._seeds: set[int] = set()
         self._current: str | None = None
         self.replays = False
-        """True while a forward is being computed again."""
+        """True while a forward is computed again, in a `replaying` context."""
 
     def add(self, name: str, seed: int) -> None:
         """Add a stream. Raises ValueError if there is one of this name, or with this seed."""
@@ -89,7 +89,7 @@ class RngStatesTracker:
             known = ", ".join(map(repr, self._streams)) or "none"
             raise ValueError(f"there is no random stream {name!r}; there are: {known}")
         outer, outside = self._current, _get_state(self.device)
-        if outer is not None:  # the generator holds the outer stream: keep how far it was drawn
+        if outer is not None:  # the generator holds the outer stream: save its state
             self._streams[outer] = outside
         _set_state(self.device, self._streams[name])
         self._current = name
@@ -101,20 +101,23 @@ class RngStatesTracker:
             _set_state(self.device, outside if outer is None else self._streams[outer])
 
     def get_states(self) -> dict[str, Tensor]:
-        """Return the states of the streams, as byte tensors in CPU memory, for a checkpoint."""
+        """Return the state of each stream, as byte tensors in CPU memory, for a checkpoint."""
         states = {name: state.clone() for name, state in self._streams.items()}
-        if self._current is not None:  # inside of its fork the saved state is outdated
+        if self._current is not None:  # inside of a fork, its saved state is outdated
             states[self._current] = _get_state(self.device)
         return states
 
     def set_states(self, states: Mapping[str, Tensor]) -> None:
-        """Replace all streams by `states`.
+        """Replace all streams by `states`, as `get_states` returns them.
 
         Raises ValueError if one is not the state of a generator of this device, and RuntimeError
         inside a fork.
         """
         if self._current is not None:
-            raise RuntimeError(f"set_states inside a fork of random stream {self._current!r}")
+            raise RuntimeError(
+                f"set_states was called inside a fork of random stream {self._current!r}: call it"
+                " outside of forks"
+            )
         probe = torch.Generator(self.device)
         for name, state in states.items():
             try:
@@ -126,14 +129,14 @@ class RngStatesTracker:
         self._streams = {name: state.clone() for name, state in states.items()}
 
     def snapshot(self) -> RngSnapshot:
-        """Return the states that determine the next random numbers, for `replaying`."""
+        """Return all states that determine the next random numbers, for `replaying`."""
         return RngSnapshot(
             _get_state(self.device), torch.get_rng_state(), self.get_states(), self._current
         )
 
     @contextmanager
     def replaying(self, snapshot: RngSnapshot) -> Iterator[None]:
-        """Draw from `snapshot` in this context, as for a recompute; restore states afterwards."""
+        """Draw from `snapshot` in this context, for a recomputation; then restore the states."""
         before, outer = self.snapshot(), self.replays
         self._restore(snapshot)
         self.replays = True
@@ -162,6 +165,7 @@ def model_parallel_manual_seed(
     `seed` must be equal on the ranks of a tensor group, and different between pipeline stages. The
     device's own generator is not changed: draw from `RngStream.EQUAL` where ranks must agree.
     """
+    # The offsets are those of Megatron-LM.
     tracker = RngStatesTracker(device)
     tracker.add(RngStream.EQUAL, seed)
     tracker.add(RngStream.PER_RANK, seed + 2718 + tensor_rank)
@@ -170,7 +174,7 @@ def model_parallel_manual_seed(
 
 
 _HOST = ("cpu", "meta")
-"""Device types that use the host's generator; meta draws nothing."""
+"""Device types that use the CPU generator; nothing is drawn on meta."""
 
 
 def _get_state(device: torch.device) -> Tensor:
@@ -188,7 +192,7 @@ def _set_state(device: torch.device, state: Tensor) -> None:
 
 
 def generator_states(device: torch.device) -> dict[str, Tensor]:
-    """Return the states of torch's generators that a process computing on `device` draws from."""
+    """Return the states of torch's generators for CPU and `device`, for a checkpoint."""
     states = {"cpu": torch.get_rng_state()}
     if device.type == "cuda":
         states["cuda"] = torch.cuda.get_rng_state(device)
@@ -196,10 +200,10 @@ def generator_states(device: torch.device) -> dict[str, Tensor]:
 
 
 def seed_generators(device: torch.device, seed: int) -> None:
-    """Seed torch's generators that a process computing on `device` draws from.
+    """Seed torch's generators for CPU and `device`.
 
-    Not by `torch.manual_seed`, which without CUDA formats a traceback in each call, for devices
-    that are seeded later.
+    `torch.manual_seed` is not used because without CUDA it formats a traceback in each call, which
+    is slow: it remembers the call for devices that are initialized later.
     """
     torch.default_generator.manual_seed(seed)
     if device.type == "cuda":
@@ -208,7 +212,7 @@ def seed_generators(device: torch.device, seed: int) -> None:
 
 
 def restore_generators(device: torch.device, states: Mapping[str, Tensor]) -> None:
-    """Restore the states that `generator_states` returned; without a CUDA state, skip CUDA's."""
+    """Restore what `generator_states` returned; CUDA's only if `states` has it."""
     torch.set_rng_state(states["cpu"])
     if device.type == "cuda" and "cuda" in states:
         torch.cuda.set_rng_state(states["cuda"], device)

@@ -12,7 +12,7 @@ __all__ = ["memory_of", "pad_rows", "tensors_in"]
 def tensors_in(*values: object) -> list[Tensor]:
     """Return the tensors in `values`, and in nested tuples, lists and dictionaries, in order.
 
-    Called for every operation in a dispatch mode, where torch's `tree_leaves` takes many times as
+    It is called for every operation in a dispatch mode; torch's `tree_leaves` takes many times as
     long.
     """
     found: list[Tensor] = []
@@ -27,7 +27,7 @@ def tensors_in(*values: object) -> list[Tensor]:
 
 
 def memory_of(x: Tensor) -> int:
-    """Return a number that identifies x's storage while it lives, the same for all its views."""
+    """Return a number that identifies x's storage while it exists, equal for all its views."""
     return storage_key(x.untyped_storage())
 
 

@@ -35,9 +35,9 @@ from torch._C._distributed_c10d import (
 from torch.autograd import Variable
 from torch.distributed import distributed_c10d
 
-# Recognize batch norms and dropouts of all dimensions, also a user's own classes. Public: only the
-# classes per dimension. If torch changes them, the probe of a model with batch norm or dropout
-# reports that tokens are mixed, or outputs random.
+# Recognize batch norms and dropouts of all dimensions, including a user's own classes. Public: only
+# the classes for each dimension. If torch changes them, the probe of a model with batch norm or
+# dropout reports that tokens are mixed, or that outputs are random.
 from torch.nn.modules.batchnorm import _BatchNorm as AnyBatchNorm
 from torch.nn.modules.dropout import _DropoutNd as AnyDropout
 
@@ -51,13 +51,13 @@ from torch.nn.utils.stateless import _reparametrize_module as reparametrized
 from torch.utils._python_dispatch import TorchDispatchMode
 
 # Leave all dispatch modes in a context, to run a real scan on small tensors while the planner
-# rehearses a model under modes of its own. Public: none. If torch changes it, the inner operations
-# are counted, too.
+# rehearses a model under its own modes. Public: none. If torch changes it, the operations of that
+# scan are counted, too.
 from torch.utils._python_dispatch import _disable_current_modes as disable_current_modes
 
-# Take nested containers apart and build them again, those that users registered with torch among
-# them. Public: none in torch 2.11 to 2.13; the package `optree` knows other containers. If torch
-# changes them, outputs of modules that are no plain tensors are rebuilt wrongly.
+# Take nested containers apart and build them again, including those that users registered with
+# torch. Public: none in torch 2.11 to 2.13; the package `optree` knows other containers. If torch
+# changes them, outputs of modules that are not plain tensors are rebuilt wrongly.
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 __all__ = [
@@ -120,8 +120,8 @@ __all__ = [
 function_apply: Any = vars(torch._C._FunctionBase)["apply"]
 """Call an autograd function without looking for the transforms of `torch.func`.
 
-Needed because `torch.autograd.Function.apply` looks for them in every call, as long as a small
-function takes. Public: `Function.apply`. If torch moves it, importing `isp.core.autograd` fails.
+Needed because `torch.autograd.Function.apply` looks for them in every call, which takes as long as
+a small function. Public: `Function.apply`. If torch moves it, importing `isp.core.autograd` fails.
 """
 
 call_after_backward: Callable[[Callable[[], None]], None] = (
@@ -137,8 +137,9 @@ will_run: Callable[[Any], bool] = torch._C._will_engine_execute_node
 """Return whether the backward pass that runs now will execute an autograd node.
 
 Raises RuntimeError for a leaf whose gradient `torch.autograd.grad` returns. Needed because
-`ctx.needs_input_grad` says only what could have a gradient, and computing one in vain costs a
-product and a transfer. Public: none. If torch changes it, gradients are left out or made in vain.
+`ctx.needs_input_grad` says only what could have a gradient, and computing one that no node reads
+costs a product and a transfer. Public: none. If torch changes it, gradients are left out, or
+computed and dropped.
 """
 
 saved_tensors_hooks_in_use: Callable[[], Any] = partial(
@@ -152,7 +153,7 @@ have packed stay in device memory.
 """
 
 is_view: Callable[[Tensor], bool] = Tensor._is_view
-"""Return whether autograd takes a tensor for a view of another.
+"""Return whether autograd treats a tensor as a view of another.
 
 Needed because torch refuses in-place writes into a view that a custom function returned. Public:
 none. If torch changes it, a caller's in-place operation on the output of a linear raises.
@@ -162,7 +163,7 @@ version_of: Callable[[Tensor], int] = attrgetter("_version")
 """Return how often a tensor's memory was written in place, as autograd counts.
 
 Needed to find writes between two moments: weights that are gathered again, results a recompute may
-reuse. Public: none; the documentation of torch names `_version`. If torch stops to count, a write
+reuse. Public: none; the documentation of torch names `_version`. If torch stops counting, a write
 is missed and stale weights are used.
 """
 
@@ -187,14 +188,14 @@ def argument_schemas(func: Any) -> Any:
 
 
 grouped_mm: Any = torch._grouped_mm
-"""Multiply runs of rows by a matrix each, as experts do.
+"""Multiply each group of rows by its own matrix, as experts do.
 
 Needed to recognize calls of transformers, in function modes. Public: `torch.nn.functional.
-grouped_mm`, which calls it. If torch changes it, tests in float64 fail, as the kernel lacks it.
+grouped_mm`, which calls it. If torch changes it, tests in float64 fail, which the kernel lacks.
 """
 
 aten_grouped_mm: Any = torch.ops.aten._grouped_mm
-"""Multiply runs of rows by a matrix each, as a dispatch mode sees it.
+"""Multiply each group of rows by its own matrix, as a dispatch mode sees the operation.
 
 Needed by the planner, to count its work. Public: none. If torch renames it, `isp plan` misses the
 work of experts.
@@ -261,7 +262,7 @@ def compiler_options(**options: Any) -> AbstractContextManager[None]:
 
 
 def has_full_backward_hooks(module: nn.Module) -> bool:
-    """Return whether `register_full_backward_hook` was called for a module and not taken back.
+    """Return whether a module has a hook of `register_full_backward_hook` that was not removed.
 
     Needed where a module is computed before its call: its hooks then expect the gradient of another
     input. Public: none. If torch changes it, such a hook gets wrong gradients, or none.
@@ -282,7 +283,7 @@ the refusal is an AttributeError, or is missing.
 def default_store() -> Store:
     """Return the store through which the ranks of the default process group met.
 
-    Needed to tell, through a store that works when collectives do not, which rank is missing.
+    Needed to find out which rank is missing, by a store that works when collectives do not.
     Public: none. If torch changes it, the error of a collective that timed out names no ranks.
     """
     return distributed_c10d._get_default_store()
@@ -301,8 +302,9 @@ start.
 def group_timeout(group: dist.ProcessGroup) -> timedelta:
     """Return the timeout of the transfers of a gloo group.
 
-    Needed because gloo counts the time of a send or receive from the wait, which has to be given
-    one. Public: none. If torch changes it, pipelines on CPU raise or wait for a missing rank.
+    Needed because gloo counts the time of a send or receive from the wait, which needs the timeout
+    as an argument. Public: none. If torch changes it, pipelines on CPU raise, or wait for a missing
+    rank.
     """
     found: timedelta = backend_of(group, torch.device("cpu")).options._timeout
     return found
@@ -311,8 +313,8 @@ def group_timeout(group: dist.ProcessGroup) -> timedelta:
 def set_options_timeout(options: Any, timeout: timedelta) -> None:
     """Set the timeout in the options of a NCCL group that is not yet made.
 
-    Needed because `init_process_group`, which overwrites it by its own `timeout`, warns where the
-    two differ. Public: none. If torch changes it, each rank logs that warning.
+    Needed because `init_process_group` overwrites it by its own `timeout`, and warns if the two
+    differ. Public: none. If torch changes it, each rank logs that warning.
     """
     options._timeout = timeout
 
@@ -330,9 +332,10 @@ _Group = dist.ProcessGroup
 _Method = Callable[..., dist.Work]
 
 all_gather_single: _Method = getattr(_Group, "all_gather_single", None) or _Group._allgather_base
-"""Launch an all-gather into one tensor, by the process group itself [Note: Straight to the group].
+"""Launch an all-gather into one tensor, by the process group itself.
 
-Needed because the functions of `torch.distributed` take as long as the launch. Public: the method
+Needed because the functions of `torch.distributed` add as much time as the launch takes.
+See [Note: Straight to the group] in docs/design/notes/communication.md. Public: the method
 `all_gather_single` of torch 2.13; torch 2.11 has only the private one. If torch changes it, every
 collective raises.
 """
@@ -351,7 +354,7 @@ all_to_all_single: _Method = getattr(_Group, "all_to_all_single", None) or _Grou
 def has_multicast(index: int) -> bool:
     """Return whether a CUDA device can write to all ranks by one store (NVSwitch).
 
-    Needed, as the other two for symmetric memory, to add and gather a few rows without NCCL.
+    Needed, like the other two for symmetric memory, to add and gather a few rows without NCCL.
     Public: none in torch 2.11 to 2.13. If torch changes it, `isp generate` uses NCCL or raises.
     """
     return bool(_SymmetricMemory.has_multicast_support(DeviceType.CUDA, index))
@@ -362,15 +365,15 @@ def allocate_symmetric(
 ) -> Tensor:
     """Return a tensor [rows, columns] in memory that other GPUs can map.
 
-    Needed because `torch.distributed._symmetric_memory.empty`, as private, takes it from a pool,
-    which may be of another kind of memory. Public and breakage: as `has_multicast`.
+    Needed because `torch.distributed._symmetric_memory.empty`, which is private as well, takes it
+    from a pool, which may be of another kind of memory. Public and breakage: as `has_multicast`.
     """
     found: Tensor = _SymmetricMemory.empty_strided_p2p((rows, columns), (columns, 1), dtype, device)
     return found
 
 
 def share_symmetric(x: Tensor, group: dist.ProcessGroup) -> Any:
-    """Map the tensor of `allocate_symmetric` of all ranks of a group; keep what is returned.
+    """Return a handle that maps the `allocate_symmetric` tensors of all ranks of a group; keep it.
 
     A collective. Public and breakage: as `has_multicast`.
     """
@@ -378,7 +381,7 @@ def share_symmetric(x: Tensor, group: dist.ProcessGroup) -> Any:
 
 
 def set_allocator(settings: str) -> None:
-    """Give the device allocator settings, as `PYTORCH_ALLOC_CONF` has them.
+    """Change settings of the device allocator, written as in `PYTORCH_ALLOC_CONF`.
 
     Needed because torch has read the environment by the time a run knows its settings. Public: the
     environment variable. If torch changes it, ranks on CUDA do not start.

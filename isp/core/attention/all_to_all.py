@@ -1,12 +1,9 @@
-"""The all-to-all of sequence parallelism, which spreads one dim over the ranks and joins another.
+"""All-to-all exchanges, which shard one dim of a tensor over the ranks and gather another.
 
 p ranks, B batch, S sequence, H heads, h heads of one rank, d head size, T tokens
 
-[Note: A transfer is two autograd nodes]
-Departure packs and launches, arrival waits and unpacks. In backward the arrival node launches the
-gradient's transfer and the departure node waits for it. So operations that run during the transfer
-of x have their gradients computed during the transfer of dx. Between the two nodes autograd sees
-only an empty ticket; every gradient goes through the transfer.
+Under autograd an exchange is two nodes, so that transfers overlap compute in backward, too.
+See [Note: A transfer is two autograd nodes] in docs/design/notes/attention.md.
 """
 
 from __future__ import annotations
@@ -40,22 +37,27 @@ __all__ = [
 _HEADS = Tag(Purpose.HEADS, tensor="all_to_all")
 
 Arrival = Callable[[], tuple[Tensor, ...]]
-"""A function that waits for an exchange and returns its tensors; called once."""
+"""A function that waits for a launched exchange and returns its tensors; it is called once."""
 
 
 @dataclass(frozen=True)
 class Cut:
-    """The split of one dim: rank i has `ranges[i]`; overlapping ranges are replicated."""
+    """The cut of one dim: rank i has `ranges[i]`; indices in several ranges are replicated."""
 
     dim: int
+    """The dim that is cut."""
     ranges: tuple[range, ...]
+    """Indices of the dim that each rank has."""
 
     @classmethod
     def even(cls, dim: int, length: int, num_ranks: int) -> Cut:
-        """Return equal slices. Raises ValueError if `num_ranks` does not divide `length`."""
+        """Return the cut of a dim of `length` into one equal slice for each rank.
+
+        Raises ValueError if `num_ranks` does not divide `length`.
+        """
         if length % num_ranks:
             raise ValueError(
-                f"dim {dim} of {length} does not divide by {num_ranks} ranks: pad it to"
+                f"dim {dim} of {length} is not divisible by {num_ranks} ranks: pad it to"
                 f" {-(-length // num_ranks) * num_ranks}"
             )
         size = length // num_ranks
@@ -81,40 +83,43 @@ class Cut:
 
 
 class _Messages(NamedTuple):
-    """The messages of one transfer, by the rank that they go to or come from."""
+    """Sizes of the messages of one transfer; each list has one entry for each rank."""
 
     sent: list[list[int]]
-    """Shapes of the messages sent."""
+    """Shapes of the messages sent, by receiving rank."""
     received: list[list[int]]
-    """Shapes of the messages received."""
+    """Shapes of the messages received, by sending rank."""
     num_received: int
     """Elements of all messages received."""
     rows: tuple[list[int], list[int]] | None
-    """Elements of each message received and of each sent; None if all are equal."""
+    """Elements of each message received, and of each sent; None if all are equal."""
 
 
 @dataclass(frozen=True)
 class Exchange:
-    """An all-to-all of several tensors at once: each is cut along one dim and joined along another.
+    """An all-to-all of several tensors at once, each sharded along one dim and gathered in another.
 
-    Before `go_out`, tensor t is whole in `spread[t].dim` and a slice in `join.dim`; after it, the
-    tensor is whole in `join.dim` and the slice `spread[t].ranges[rank]` of its spread dim.
-    `go_back` is the dual: where ranges overlap, it sums what the ranks send (in rank order, in
-    float32 or wider).
+    Before `go_out`, a rank has tensor t whole in `spread[t].dim` and sharded in `join.dim`; after
+    it, the slice `spread[t].ranges[rank]` of the spread dim, and all of `join.dim`. `go_back` is
+    the transpose: where ranges overlap, it sums what the ranks send (in rank order, in float32 or
+    wider).
 
-    The tensors differ only in the spread dim and are sent as one: the message to a rank has their
-    slices side by side along that dim, so on arrival each is a view of it (for batch 1).
+    The tensors differ only in the size of the spread dim. The message to a rank contains their
+    slices next to each other along that dim, so after arrival each is a view of it (for batch 1).
     """
 
     channel: Channel
     spread: tuple[Cut, ...]
+    """For each tensor, the cut of the dim that `go_out` shards; all cut the same dim."""
     join: Cut
+    """The cut of the dim that `go_out` gathers."""
     tag: Tag = _HEADS
 
     def go_out(self, xs: Sequence[Tensor]) -> Arrival:
-        """Launch the transfer that spreads xs and joins them along `join.dim`."""
+        """Launch the transfer that shards xs along the spread dims and gathers `join.dim`."""
         dim, rank, messages = self.spread[0].dim, self.channel.rank, self._messages(xs[0], False)
         send = _pack(xs, self.spread, dim, messages.sent)
+        # The joined result has this rank's slice of each tensor, next to each other along `dim`.
         widths = [len(cut.ranges[rank]) for cut in self.spread]
 
         def unpack(received: Tensor) -> tuple[Tensor, ...]:
@@ -124,7 +129,7 @@ class Exchange:
         return self._launch(send, messages, unpack)
 
     def go_back(self, ys: Sequence[Tensor]) -> Arrival:
-        """Launch the transfer that cuts ys along `join.dim` and joins them along spread dims."""
+        """Launch the transfer that shards ys along `join.dim` and gathers their spread dims."""
         dim, messages = self.spread[0].dim, self._messages(ys[0], True)
         send = _pack(ys, [self.join] * len(ys), dim, messages.sent)
 
@@ -138,21 +143,23 @@ class Exchange:
         return {}
 
     def _messages(self, x: Tensor, back: bool) -> _Messages:
-        """Return the messages of tensors of x's shape; computed once for all layers."""
+        """Return the sizes of messages for tensors of x's shape; computed once for all layers."""
         key = x.shape, back
         if key not in self._known:
             rank, ranks = self.channel.rank, range(self.channel.size)
+            # `go_out` sends `spread`: another rank's heads of our tokens. It receives `joined`: our
+            # heads of another rank's tokens. `go_back` does the reverse.
             spread = [self._message_shape(x, other, rank) for other in ranks]
             joined = [self._message_shape(x, rank, other) for other in ranks]
             sent, received = (joined, spread) if back else (spread, joined)
             rows = [prod(s) for s in received], [prod(s) for s in sent]
-            alike = len({*rows[0], *rows[1]}) == 1
-            found = _Messages(sent, received, sum(rows[0]), None if alike else rows)
+            equal = len({*rows[0], *rows[1]}) == 1
+            found = _Messages(sent, received, sum(rows[0]), None if equal else rows)
             self._known[key] = found
         return self._known[key]
 
     def _message_shape(self, x: Tensor, spread_rank: int, join_rank: int) -> list[int]:
-        """Return the shape of the message between the ranks of a spread and of a join slice."""
+        """Return the shape of the message with one rank's spread slices, another's join slice."""
         shape = list(x.shape)
         shape[self.spread[0].dim] = sum(len(cut.ranges[spread_rank]) for cut in self.spread)
         shape[self.join.dim] = len(self.join.ranges[join_rank])
@@ -161,7 +168,8 @@ class Exchange:
     def _launch(
         self, send: Tensor, messages: _Messages, unpack: Callable[[Tensor], tuple[Tensor, ...]]
     ) -> Arrival:
-        """Launch the all-to-all; the returned function waits for it and unpacks."""
+        """Launch the all-to-all, and return a function that waits for it and unpacks the result."""
+        # Without sizes, the collective cuts both buffers into equal messages.
         out_rows, in_rows = messages.rows or (None, None)
         pending = self.channel.all_to_all_into(
             send.new_empty(messages.num_received),
@@ -174,23 +182,24 @@ class Exchange:
 
 
 def _pack(xs: Sequence[Tensor], cuts: Sequence[Cut], dim: int, shapes: list[list[int]]) -> Tensor:
-    """Return the messages to all ranks one after another, flat; copies once, or not at all.
+    """Return one flat tensor with the messages to rank 0, 1, ..; copies xs once, or not at all.
 
-    Rank i's message has `cuts[t].ranges[i]` of each x side by side along `dim`.
+    Rank i's message is `cuts[t].ranges[i]` of each tensor t, concatenated along `dim`.
     """
     size, cut_dim = len(shapes), cuts[0].dim
     if all(cut.is_even for cut in cuts):
         slices = list(xs)
-        # With nothing before the cut dim, memory already has rank 0's slice first, and so on.
-        lie_in_order = prod(xs[0].shape[:cut_dim]) == 1 and (len(xs) == 1 or cut_dim < dim)
-        if not lie_in_order:
+        # If all dims before the cut dim are 1, memory already has rank 0's slice first, and so on.
+        # Concatenation keeps this order only along a dim after the cut dim.
+        in_order = prod(xs[0].shape[:cut_dim]) == 1 and (len(xs) == 1 or cut_dim < dim)
+        if not in_order:
             slices = [torch.unflatten(x, cut_dim, (size, -1)).movedim(cut_dim, 0) for x in xs]
             dim += 1  # the ranks' dim is in front now
         whole = slices[0] if len(slices) == 1 else torch.cat(slices, dim)
-        return whole.reshape(-1).contiguous()  # an expanded gradient is flat with stride 0
+        return whole.reshape(-1).contiguous()  # an expanded gradient would have stride 0 here
     # Uneven cuts: each message is written to its place in one buffer.
     flat = xs[0].new_empty(sum(prod(s) for s in shapes))
-    for rank, message in enumerate(_messages(flat, shapes)):
+    for rank, message in enumerate(_message_views(flat, shapes)):
         parts = [
             x.narrow(cut.dim, cut.ranges[rank].start, len(cut.ranges[rank]))
             for x, cut in zip(xs, cuts, strict=True)
@@ -199,16 +208,16 @@ def _pack(xs: Sequence[Tensor], cuts: Sequence[Cut], dim: int, shapes: list[list
     return flat
 
 
-def _messages(flat: Tensor, shapes: list[list[int]]) -> list[Tensor]:
-    """Return views of the messages in a flat buffer."""
+def _message_views(flat: Tensor, shapes: list[list[int]]) -> list[Tensor]:
+    """Return a view of each message, of these shapes, in a flat buffer that contains all."""
     parts = flat.split([prod(s) for s in shapes])
     return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
 
 
 def _joined(received: Tensor, join: Cut, shapes: list[list[int]]) -> Tensor:
-    """Join all messages along `join.dim`; a view if they are equal and all dims before it are 1."""
+    """Return all messages joined along `join.dim`; a view if even and if earlier dims are 1."""
     if not join.is_even:
-        return torch.cat(_messages(received, shapes), join.dim)
+        return torch.cat(_message_views(received, shapes), join.dim)
     shape, dim = shapes[0], join.dim
     if prod(shape[:dim]) == 1:
         return received.view(*shape[:dim], len(shapes) * shape[dim], *shape[dim + 1 :])
@@ -218,15 +227,15 @@ def _joined(received: Tensor, join: Cut, shapes: list[list[int]]) -> Tensor:
 def _assembled(
     received: Tensor, cuts: Sequence[Cut], shapes: list[list[int]]
 ) -> tuple[Tensor, ...]:
-    """Join each tensor along its spread dim from the messages, summing where ranges overlap."""
+    """Return each tensor, joined along its spread dim from all messages; overlaps are summed."""
     dim = cuts[0].dim
     if all(cut.is_even for cut in cuts):
-        whole = received.view(len(shapes), *shapes[0])  # [p, .., its heads of each, ..]
+        whole = received.view(len(shapes), *shapes[0])  # [p, .., slices of all tensors, ..]
         if len(cuts) == 1:
             return (join_ranks(whole, dim),)
         of_each = whole.split_with_sizes([len(cut.ranges[0]) for cut in cuts], dim + 1)
         return tuple(join_ranks(x, dim) for x in of_each)
-    messages = _messages(received, shapes)
+    messages = _message_views(received, shapes)
     widths = [[len(cut.ranges[rank]) for cut in cuts] for rank in range(len(shapes))]
     parts = [message.split(w, dim) for message, w in zip(messages, widths, strict=True)]
     return tuple(
@@ -236,7 +245,7 @@ def _assembled(
 
 
 def _summed(slices: Sequence[Tensor], cut: Cut) -> Tensor:
-    """Add slices at their ranges of the whole dim, in rank order and in float32 or wider."""
+    """Return the whole dim from slices that overlap, summed in rank order, in float32 or wider."""
     shape = list(slices[0].shape)
     shape[cut.dim] = cut.length
     dtype = torch.promote_types(slices[0].dtype, torch.float32)
@@ -247,21 +256,21 @@ def _summed(slices: Sequence[Tensor], cut: Cut) -> Tensor:
 
 
 class Reversible(Protocol):
-    """An exchange with its transpose."""
+    """An exchange and its transpose, as `launch` calls them in forward and backward."""
 
     @property
     def channel(self) -> Channel:
         """Channel of the ranks that take part."""
 
     def go_out(self, xs: Sequence[Tensor]) -> Arrival:
-        """Launch the transfer of xs."""
+        """Launch the transfer of xs, and return a function that waits for it."""
 
     def go_back(self, ys: Sequence[Tensor]) -> Arrival:
-        """Launch the transposed transfer, of the gradients of what arrived."""
+        """Launch the transposed transfer, as for the gradients ys of what `go_out` returned."""
 
 
 class _Transfer:
-    """One exchange under autograd: the transfer in flight, in forward and later in backward."""
+    """State shared by the two autograd nodes of an exchange: the transfer that is in flight."""
 
     def __init__(self, exchange: Reversible, *, reverse: bool) -> None:
         self.there = exchange.go_back if reverse else exchange.go_out
@@ -275,19 +284,24 @@ class _Transfer:
 
 
 class _Depart(Function):
+    """The first node of an exchange: launches the transfer, in backward waits for the gradients."""
+
     @staticmethod
     def forward(ctx: Any, transfer: _Transfer, *xs: Tensor) -> Tensor:
         ctx.transfer = transfer
         transfer.arrival = transfer.there(xs)
-        return xs[0].new_empty(0)
+        return xs[0].new_empty(0)  # the ticket: it only connects the two nodes in the graph
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, _: Tensor) -> tuple[Tensor | None, ...]:
+        # Reached after all nodes that overlap the transfer, which `_Arrive.backward` launched.
         return None, *ctx.transfer.arrive()
 
 
 class _Arrive(Function):
+    """The second node of an exchange: waits for the transfer, in backward sends the gradients."""
+
     @staticmethod
     def forward(ctx: Any, transfer: _Transfer, ticket: Tensor) -> tuple[Tensor, ...]:
         ctx.transfer = transfer
@@ -301,10 +315,11 @@ class _Arrive(Function):
 
 
 def launch(exchange: Reversible, xs: Sequence[Tensor], *, reverse: bool = False) -> Arrival:
-    """Launch the transfer of xs (`go_back` if `reverse`); call the result to wait for them.
+    """Launch the transfer of xs (`go_back` if `reverse`), and return a function that waits for it.
 
-    See [Note: A transfer is two autograd nodes]. The result must be called once, and the backward
-    of every rank must reach the tensors it returns: the ranks wait for each other there.
+    Call that function exactly once. Backward on every rank must reach the tensors it returns: the
+    ranks wait for each other there.
+    See [Note: A transfer is two autograd nodes] in docs/design/notes/attention.md.
     """
     if exchange.channel.size == 1:
         return lambda: tuple(xs)
@@ -314,12 +329,12 @@ def launch(exchange: Reversible, xs: Sequence[Tensor], *, reverse: bool = False)
 
 
 def exchanged(exchange: Reversible, *xs: Tensor, reverse: bool = False) -> tuple[Tensor, ...]:
-    """Exchange xs, waiting for the result."""
+    """Exchange xs (by `go_back` if `reverse`) and return what arrived, after waiting for it."""
     return launch(exchange, xs, reverse=reverse)()
 
 
 def two_dims(channel: Channel, x: Tensor, scatter: int, gather: int) -> Exchange:
-    """Return the exchange that spreads dim `scatter` of x over the ranks and joins dim `gather`.
+    """Return the exchange that shards dim `scatter` of x over the ranks and gathers dim `gather`.
 
     x [.., N, .., M/p, ..] -> [.., N/p, .., M, ..].  Raises ValueError if N is not a multiple of the
     channel's size, or the dims are the same.

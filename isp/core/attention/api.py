@@ -29,9 +29,9 @@ class Relative(NamedTuple):
     states: Tensor
     """Features of each query and head, [B, S', H, r]."""
     profiles: Tensor
-    """Weights [r, E]: `states @ profiles` is the bias at distances 0 to E - 1; none beyond."""
+    """Weights [r, E]: `states @ profiles` is the bias at distances 0 to E - 1; 0 beyond."""
     sinks: Tensor | None = None
-    """A further logit of each query and head, without a value, [B, S', H]; None: none."""
+    """An extra logit of each query and head, without a value, [B, S', H]; None: none."""
 
 
 class AttentionOptions(NamedTuple):
@@ -46,34 +46,35 @@ class AttentionOptions(NamedTuple):
     softcap: float | None = None
     """c turns logits x into c tanh(x / c); None: no cap."""
     sinks: Tensor | None = None
-    """A further logit of each head, without a value, [H]; None: none."""
+    """An extra logit of each head, without a value, [H]; None: none."""
     chunk: int | None = None
-    """Tokens of an attention chunk: documents are cut into these, each of which sees only itself;
-    None: not cut."""
+    """Tokens of an attention chunk: documents are cut into chunks, whose tokens see only their own
+    chunk; None: not cut."""
     chosen: Chosen | None = None
     """The keys that each query may see; None: all."""
     profiles: Tensor | None = None
-    """`Relative.profiles` [r, E]; its states, then its sinks if any, are q's last features."""
+    """`Relative.profiles` [r, E]; q's last features are then `Relative.states`, followed by
+    `Relative.sinks` if there are any. None: no bias by distance."""
 
     def of_heads(self, num_heads: int) -> Tensor | None:
-        """Return the per-head tensor that `ExplicitAttention` takes as `sinks`."""
+        """Return what `ExplicitAttention` takes as `sinks`: sinks [H] or profiles [H, r, E]."""
         return self.sinks if self.profiles is None else self.profiles.expand(num_heads, -1, -1)
 
 
 Attend = Callable[[Tensor, Tensor, Tensor, AttentionOptions], Tensor]
-"""Attention as a user's model calls it.
+"""The signature of attention as a user's model calls it.
 
 q [B, S', H, d], k [B, S', K, d], v [B, S', K, e] -> [B, S', H, e].
 """
 
 
 _attend: ContextVar[Attend | None] = ContextVar("attend", default=None)
-"""The function that calls of `attention` go to; set while a parallelized model runs."""
+"""The function that computes calls of `attention`; set while a parallelized model runs."""
 
 
 @contextmanager
 def attend_by(attend: Attend) -> Iterator[None]:
-    """Send calls of `attention` in this context to `attend`."""
+    """Let `attend` compute all calls of `attention` in this context."""
     token = _attend.set(attend)
     try:
         yield
@@ -91,7 +92,7 @@ def attention(
     scale: float | None = None,
     relative: Relative | None = None,
 ) -> Tensor:
-    """Attend, in a user's own model; `isp.parallelize` spreads the call over the ranks.
+    """Attend, in a user's own model; `isp.parallelize` distributes the call over the ranks.
 
     q [B, S, H, d], k [B, S, K, d], v [B, S, K, e] -> [B, S, H, e]; K divides H, e is at most d.
     `window` is in tokens and includes the query's own; `scale` multiplies the logits (None:
@@ -101,7 +102,7 @@ def attention(
     attend = _attend.get()
     options = AttentionOptions(causal, window, scale)
     if relative is not None:
-        # States travel as features of q, so that one exchange brings both to the rank of a head.
+        # States are sent as features of q, so that one exchange brings both to the rank of a head.
         # The default scale is that of q's own size.
         options = options._replace(scale=scale or q.shape[-1] ** -0.5, profiles=relative.profiles)
         sinks = [] if relative.sinks is None else [relative.sinks.unsqueeze(-1)]
@@ -121,6 +122,6 @@ def attention(
 def _alone(
     device: torch.device, dtype: torch.dtype, head_dim: int, scale: float | None
 ) -> LocalAttention:
-    """Return attention for a process alone; cached, as the choice of a backend is timed."""
+    """Return attention for one process; cached, because choosing a backend takes timings."""
     local = make_local_attention(device=device, dtype=dtype, head_dim=head_dim, scale=scale)
     return DistributedAttention(local, Channel.solo())

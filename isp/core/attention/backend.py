@@ -1,6 +1,6 @@
 """The backends of attention on a rank (`model.attention_backend`).
 
-In a file without torch, as configurations are read before torch is imported.
+This file loads no torch: configurations are read before torch is imported.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ class AttentionBackend(StrEnum):
     """The implementation that computes attention on a rank."""
 
     AUTO = "auto"
-    """The fastest that is there: timed at the start on CUDA; with deterministic kernels, the first
-    of an order for the device."""
+    """The fastest backend available: timed at the start on CUDA; with deterministic algorithms,
+    the first that works, in the order of expected speed on the device."""
     SDPA = "sdpa"
-    """torch's scaled dot product attention, document by document; the one that runs on CPU."""
+    """torch's scaled dot product attention, document by document; the only backend on CPU."""
     CUDNN = "cudnn"
-    """The same with cuDNN's kernel, and another's where it has none."""
+    """torch's scaled dot product attention by cuDNN, or by another kernel where cuDNN has none."""
     VARLEN = "varlen"
     """torch.nn.attention.varlen."""
     FLASH2 = "flash2"

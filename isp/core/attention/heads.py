@@ -1,4 +1,4 @@
-"""`HeadSplit`, the heads each rank attends with: exact for all numbers of heads and ranks."""
+"""`HeadSplit`, the heads that each rank attends with, for any numbers of heads and ranks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["HeadSplit"]
 
 @dataclass(frozen=True)
 class HeadSplit:
-    """The query heads and KV heads of each rank.
+    """The query heads and KV heads with which each rank attends.
 
     Each rank gets a run of consecutive query heads; the runs' lengths differ by at most one, and a
     rank may get none. No run crosses the end of a KV head's group if the number of ranks divides
@@ -27,26 +27,30 @@ class HeadSplit:
     query: tuple[range, ...]
     """Query heads of each rank."""
     kv: tuple[range, ...]
-    """KV heads of each rank; neighbours may overlap."""
+    """KV heads of each rank; those of neighboring ranks may overlap."""
     group: int
-    """Query heads that share a KV head."""
+    """Number of query heads that share a KV head."""
 
     @classmethod
     @lru_cache(maxsize=64)
     def of(cls, num_query_heads: int, num_kv_heads: int, num_ranks: int) -> HeadSplit:
-        """Return each rank's heads. Raises ValueError if KV heads do not divide query heads."""
+        """Return the split of these heads over the ranks.
+
+        Raises ValueError if `num_kv_heads` does not divide `num_query_heads`.
+        """
         if num_kv_heads < 1 or num_query_heads % num_kv_heads:
             raise ValueError(
                 f"num_kv_heads={num_kv_heads} must divide num_heads={num_query_heads}: each KV head"
                 f" is shared by equally many query heads"
             )
         group = num_query_heads // num_kv_heads
+        # ceil(rank H / p): the runs' lengths differ by at most one, and with p > H some are empty.
         ends = (-(-rank * num_query_heads // num_ranks) for rank in range(num_ranks + 1))
         query = tuple(range(a, b) for a, b in pairwise(ends))
         return cls(query, tuple(_seen(heads, group) for heads in query), group)
 
     def repeated_kv(self, rank: int) -> tuple[int, ...] | None:
-        """Return the rank's KV heads, by index, repeated for local attention; None: as they are.
+        """Return indices of the rank's KV heads, repeated for local attention; None: not repeated.
 
         Local attention shares each KV head between equally many query heads. A rank that has only
         a part of some group repeats KV heads until that holds.
@@ -55,10 +59,11 @@ class HeadSplit:
         shares = [len(list(run)) for _, run in groupby(owners)]
         if len(set(shares)) <= 1:
             return None
+        # Every gcd-th query head's KV head: each copy then serves gcd query heads.
         return tuple(owners[:: gcd(*shares)])
 
 
 def _seen(query: range, group: int) -> range:
-    """Return the KV heads that these query heads read."""
+    """Return the KV heads that `query` heads read, of which `group` share one KV head."""
     first = query.start // group
     return range(first, -(-query.stop // group) if query else first)  # stop rounds up

@@ -1,6 +1,6 @@
 """The choice of an implementation for each kind of attention.
 
-a mask alone  the configured `backend`: `make_local_attention`
+only a mask   the configured `backend`: `make_local_attention`
 sinks         a kernel that returns the log-sum-exp: `SinkAttention`
 a soft cap    on CUDA a flash-attn package, or else `FlexAttention`
 all else      `ExplicitAttention`, a loop over blocks
@@ -46,18 +46,19 @@ class AttentionKind(NamedTuple):
     softcap: float | None
     """c turns logits x into c tanh(x / c); None: no cap."""
     sinks: bool
-    """Each head has a further logit without a value."""
+    """Each head has an extra logit without a value."""
     chosen: bool
     """Queries see chosen keys only."""
     relative: bool
     """Logits have a bias by distance."""
     head_size: int
+    """Number of features of a head."""
     group: int
-    """Query heads that share a KV head."""
+    """Number of query heads that share a KV head."""
 
     @property
     def extras(self) -> str:
-        """The features beyond a mask, in words for the log; empty if there are none."""
+        """The features in addition to a mask, in words for the log; empty if there are none."""
         needs = {
             "a soft cap": self.softcap is not None,
             "sinks": self.sinks,
@@ -77,8 +78,8 @@ def make_attention(
 ) -> LocalAttention:
     """Return attention of `kind` on a device; a collective over all ranks, `everyone`.
 
-    A mask alone takes `backend`. For other features the log names the implementation, and warns
-    if it is not `backend`, or if CUDA runs the loop.
+    Attention with only a mask uses `backend`. For other features the log names the implementation,
+    and warns if it is not `backend`, or if CUDA runs the loop over blocks.
     """
     extras = kind.extras
     if not extras:
@@ -95,25 +96,27 @@ def make_attention(
         logger.info("attention: layers with sinks use %s", AttentionBackend.SDPA)
         return SinkAttention(CpuAttention(scale=kind.scale))
     place = Place(device, dtype, kind.head_size, kind.group)
+    # Tried with sinks if the layer has them: `SinkAttention` cannot be called without.
     sinks = {"sinks": torch.zeros(kind.group, device=device, dtype=dtype)} if kind.sinks else {}
     missing = ""
     # One all-reduce for each candidate, also on ranks that cannot run it: ranks that skipped one
     # would meet the others in different all-reduces.
     for name, make in _candidates(kind, backend, place).items():
+        # All ranks go through the same list, so it may have packages for other GPUs.
         for_others = name in FLASH_PACKAGES and name not in fastest_first(device, dtype)
         fault = "not for this device" if for_others else fault_of(make, place, **sinks)
         failed = everyone.all_reduce(torch.tensor([bool(fault)]).float(), op="max", tag=_TAG)
         if not failed.wait().item():
             other = backend not in (AttentionBackend.AUTO, name)
-            forced = f" (model.attention_backend={backend} does not have that)" if other else ""
+            forced = f" (model.attention_backend={backend} cannot compute it)" if other else ""
             level = logging.WARNING if other else logging.INFO
             logger.log(level, "attention: layers with %s use %s%s%s", extras, name, forced, missing)
             return make()
         missing += f"; not {name}: {fault or 'it does not run on every rank'}"
     logger.log(
         logging.WARNING if device.type == "cuda" else logging.INFO,
-        "attention: layers with %s use a loop over blocks, as no kernel here has that: products of"
-        " all pairs in float32, up to %s logits in memory at a time, computed again in backward%s",
+        "attention: layers with %s use a loop over blocks, because no kernel here computes it: in"
+        " float32, up to %s logits in memory at a time, and again in backward%s",
         extras,
         f"{MOST_LOGITS:,}",
         missing,

@@ -1,13 +1,7 @@
 """Attention on one device: its interface, and the choice of a backend.
 
-[Note: Choice] AUTO on CUDA, in bfloat16 or float16, runs each backend forward and backward once on
-a few packed tokens, times those that work, and takes the fastest on all ranks, by the slowest
-rank's times. It chooses twice, with a kind of rows each: equal documents (usually one a row), whose
-shape is the same in each step, and packed ones, whose lengths change; cuDNN is fast for the first
-and slow for the second. Two backends of nearly equal times would change places from one start to
-the next, so of these it takes the one that is first in `fastest_first`. With deterministic
-algorithms it takes the first that works, for both kinds, without timing: times must not decide the
-bits that a run computes.
+On CUDA, AUTO times the backends at the start and takes the fastest on all ranks.
+See [Note: Choice] in docs/design/notes/attention.md.
 """
 
 from __future__ import annotations
@@ -48,8 +42,9 @@ T = TypeVar("T")
 class LocalAttention(Protocol):
     """Softmax attention over the tokens on this device.
 
-    Each implementation handles grouped KV heads, packed documents, windows, and causal masks
-    aligned as [Note: Causal alignment] in `isp.core.attention.mask` draws them.
+    Each implementation handles grouped KV heads, packed documents, windows, and causal masks whose
+    last query is aligned with the last key.
+    See [Note: Causal alignment] in docs/design/notes/attention.md.
     """
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, *, mask: AttentionMask) -> Tensor:
@@ -60,8 +55,8 @@ class LocalAttention(Protocol):
 class AttentionByRows:
     """Local attention by one backend for equal documents, and by another for packed rows.
 
-    See [Note: Choice]. Windows, and rows with fewer queries than keys, take the backend for packed
-    rows: SDPA would need a mask in memory for them.
+    Windows, and rows with fewer queries than keys, use the backend for packed rows: SDPA would need
+    a mask in memory for them. See [Note: Choice] in docs/design/notes/attention.md.
     """
 
     def __init__(
@@ -96,25 +91,26 @@ _KINDS: dict[AttentionBackend, Callable[..., LocalAttention]] = {
 }
 
 _CLOSE = 1.05
-"""Ratio of two times up to which they count as equal."""
+"""Two times whose ratio is at most this count as equal."""
 
 _TIMED_TOKENS = 8192
-"""Tokens of the timed row, as one document and packed."""
+"""Tokens of the row that backends are timed with, as one document and as packed documents."""
 _TIMED_DOCUMENTS = (1024, 3072, 512, 3584)
-"""Documents of the first packed row. Later rows have other lengths, as in training, for each of
-which cuDNN builds a plan."""
+"""Lengths of the documents of the first packed row. Later rows have other lengths, as in training:
+cuDNN builds a plan for each set of lengths."""
 _TIMED_HEADS = 8
-"""Query heads of the timed row, in whole groups: enough to fill any device at these tokens."""
+"""Query heads of the timed row, in whole groups: enough to fill any device with so many tokens."""
 
 
 class Place(NamedTuple):
-    """The device, dtype and head sizes that attention is chosen for."""
+    """The device, dtype and head sizes for which an implementation of attention is chosen."""
 
     device: torch.device
     dtype: torch.dtype
     head_dim: int
+    """Number of features of a head."""
     group: int
-    """Query heads that share a KV head."""
+    """Number of query heads that share a KV head."""
 
 
 class _ByRows(NamedTuple, Generic[T]):
@@ -136,10 +132,10 @@ def make_local_attention(
 ) -> LocalAttention:
     """Return local attention by `backend`, with logits times `scale` (None: 1 / sqrt(d)).
 
-    `group` query heads share a KV head. With `everyone`, all ranks, this is a collective that
-    chooses the same backend on each; None: this process is alone. Logs the backend, and for AUTO
-    the times [Note: Choice]. Raises ValueError if a backend other than AUTO cannot run here, and
-    says how to install it.
+    `group` query heads share a KV head. `everyone`: the channel of all ranks, over which this is a
+    collective that chooses the same backend on each; None: only this process chooses. Logs the
+    backend, and for AUTO the times. Raises ValueError if a backend other than AUTO cannot run here,
+    and says how to install it.
     """
     backend = AttentionBackend(backend)
     backend.check_fits(
@@ -167,6 +163,7 @@ def make_local_attention(
 def _choose_backend(place: Place, everyone: Channel) -> _ByRows[AttentionBackend]:
     """Return the backends that AUTO chooses, the same on all ranks."""
     faults: dict[AttentionBackend, str] = {}
+    # All backends, not only this device's candidates: ranks reduce tensors of one shape.
     times = dict.fromkeys(AttentionBackend, _ByRows(math.inf, math.inf))
     candidates = fastest_first(place.device, place.dtype)
     for backend in candidates:
@@ -174,8 +171,8 @@ def _choose_backend(place: Place, everyone: Channel) -> _ByRows[AttentionBackend
         if not faults[backend]:
             try:
                 times[backend] = _milliseconds(backend, place)
-            except Exception as error:  # out of memory, perhaps
-                # Not raised: this rank has to reach the all-reduce, or the others hang in it.
+            except Exception as error:  # such as out of memory
+                # Not raised: this rank must reach the all-reduce, or the others hang in it.
                 faults[backend] = first_line(error)[:200]
     if not candidates:
         logger.info("attention: %s (auto)", AttentionBackend.SDPA)
@@ -209,7 +206,7 @@ def _choose_backend(place: Place, everyone: Channel) -> _ByRows[AttentionBackend
 
 
 def _fastest(times: dict[AttentionBackend, float]) -> AttentionBackend:
-    """Return the fastest backend, or the first whose time is close to it.
+    """Return the first backend whose time is close to the least; with determinism, the first.
 
     `times` are milliseconds, in the order of expected speed.
     """
@@ -221,19 +218,19 @@ def _fastest(times: dict[AttentionBackend, float]) -> AttentionBackend:
 
 
 def _fault_on(backend: AttentionBackend, place: Place) -> str:
-    """Return why `backend` cannot train on packed documents; empty: it can.
+    """Return the reason why `backend` cannot train on packed documents; empty if it can.
 
     Tries it once on a few tokens: an importable package may have kernels that are not built for
     this device, take other keywords, or have no backward.
     """
-    if backend is AttentionBackend.CUDNN:  # alone, without the fallback kernels
+    if backend is AttentionBackend.CUDNN:  # only cuDNN, without the fallback kernels
         return fault_of(partial(SdpaAttention, CUDNN_ALONE), place)
     return fault_of(partial(_make, backend, place.device, None), place)
 
 
 @torch.inference_mode(False)  # inference mode has no backward, and the choice serves training, too
 def fault_of(make: Callable[[], Callable[..., Tensor]], place: Place, **extras: Tensor) -> str:
-    """Return why the attention that `make` returns cannot train, given `extras`; empty: it can."""
+    """Return the reason why `make()` cannot train with the arguments `extras`; empty if it can."""
     try:
         mask = AttentionMask.of_documents([16, 32])
         _forward_and_backward(partial(make(), **extras), _tensors(place, 48, 1), mask)
@@ -244,7 +241,7 @@ def fault_of(make: Callable[[], Callable[..., Tensor]], place: Place, **extras: 
 
 @torch.inference_mode(False)
 def _milliseconds(backend: AttentionBackend, place: Place) -> _ByRows[float]:
-    """Time a forward and backward on the device, in milliseconds: for each kind the least of 3."""
+    """Return the time of a forward and backward, in milliseconds: per kind the least of 3."""
     attend = _make(backend, place.device, None)
     tensors = _tensors(place, _TIMED_TOKENS, max(1, _TIMED_HEADS // place.group))
 
@@ -261,7 +258,7 @@ def _milliseconds(backend: AttentionBackend, place: Place) -> _ByRows[float]:
         return min(times[1:])  # the first one warms up
 
     first, second, *rest = _TIMED_DOCUMENTS
-    # Each repeat has new lengths, as training has: a backend pays for its plan of these lengths.
+    # Each repeat has new lengths, as in training, so the time includes a plan for these lengths.
     packed = [
         AttentionMask.of_documents([first + 8 * repeat, second - 8 * repeat, *rest])
         for repeat in range(4)
@@ -270,7 +267,7 @@ def _milliseconds(backend: AttentionBackend, place: Place) -> _ByRows[float]:
 
 
 def _tensors(place: Place, tokens: int, kv_heads: int) -> list[Tensor]:
-    """Return q, k and v of one row, zeros."""
+    """Return q, k and v of one row of zeros that require gradients."""
     return [
         torch.zeros(
             (1, tokens, heads, place.head_dim),
@@ -285,13 +282,14 @@ def _tensors(place: Place, tokens: int, kv_heads: int) -> list[Tensor]:
 def _forward_and_backward(
     attend: Callable[..., Tensor], qkv: list[Tensor], mask: AttentionMask
 ) -> None:
+    """Run attention and its backward once, as training does."""
     with torch.enable_grad():
         out = attend(*qkv, mask=mask)
         torch.autograd.grad(out, qkv, torch.zeros_like(out))
 
 
 def fastest_first(device: torch.device, dtype: torch.dtype) -> list[AttentionBackend]:
-    """Return the backends worth timing on such a device, in the order of expected speed.
+    """Return the backends that may be fastest on a device, in the order of expected speed.
 
     cuDNN is not listed: it is among SDPA's kernels, which fall back where it cannot run.
     """

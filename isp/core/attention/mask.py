@@ -1,18 +1,7 @@
-"""`AttentionMask`, which keys each query sees by documents, order and windows; `Chosen` keys.
+"""`AttentionMask`, the keys each query sees by documents, order and windows; `Chosen` keys.
 
-[Note: Causal alignment]
-Where query and key lengths differ, the *last* query is aligned with the *last* key, on every
-backend: query i of Sq sees key j of Sk if j <= i + Sk - Sq. (flash-attn since 2.1 does so; torch's
-`is_causal` aligns the first ones, so it is only used where the lengths are equal.)
-
-    Sq = 2, Sk = 5          Sq = 5, Sk = 2          Sq = Sk = 5, window = 3
-    1 1 1 1 .               . .                     1 . . . .
-    1 1 1 1 1               . .                     1 1 . . .
-                            . .                     1 1 1 . .
-                            1 .                     . 1 1 1 .
-                            1 1                     . . 1 1 1
-
-A query that sees no key gives zeros, and no gradient.
+In causal masks the *last* query is aligned with the *last* key: query i of Sq sees key j of Sk if
+j <= i + Sk - Sq. See [Note: Causal alignment] in docs/design/notes/attention.md.
 """
 
 from __future__ import annotations
@@ -32,26 +21,27 @@ from isp.core.comm.tag import Purpose, Tag
 __all__ = ["AttentionMask", "Chosen", "seen_by"]
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
+@dataclass(frozen=True, kw_only=True, eq=False)  # hashed by identity, as a key of caches
 class AttentionMask:
-    """The keys each query sees; made once a micro-batch and given to every block.
+    """The keys that each query sees; made once for a micro-batch and passed to every block.
 
-    Queries and keys are aligned as [Note: Causal alignment] draws it.
+    The last query of a document is aligned with its last key [Note: Causal alignment].
     """
 
     causal: bool = True
     """A query sees only keys up to its own position."""
     window: int | None = None
-    """Number of keys a query sees up to and including its own; without `causal`, as many after."""
+    """Number of keys a query sees up to and including its own; None: all. Without `causal` it also
+    sees `window` - 1 keys after its own."""
     cu_seqlens: Tensor | None = None
-    """Ends of the packed documents in the *full* sequence, after a 0: int32 [documents + 1].
+    """A 0, then the ends of the packed documents in the *full* sequence: int32 [documents + 1].
 
-    With a batch above 1 the rows are counted one after another, so the last entry is B * S and the
-    end of each row is among them. None: each row is one document. In host memory, reading it does
-    not wait for the device.
+    With a batch above 1, positions count over all rows, so the ends of rows are among the entries
+    and the last one is B * S. None: each row is one document. Keep it in host memory: reading it
+    then does not wait for the device.
     """
     cu_seqlens_k: Tensor | None = None
-    """Ends of the documents' keys, if they differ from those of queries; for batch 1 only."""
+    """A 0, then the ends of the documents' keys; None: as `cu_seqlens`. For batch 1 only."""
 
     def __post_init__(self) -> None:
         if self.window is not None and self.window < 1:
@@ -67,7 +57,7 @@ class AttentionMask:
         ):
             raise ValueError(
                 f"cu_seqlens_k must be like cu_seqlens, got {of_keys.dtype} of shape"
-                f" {list(of_keys.shape)} beside {'none' if cu is None else list(cu.shape)}"
+                f" {list(of_keys.shape)}, and cu_seqlens is {_described(cu)}"
             )
 
     @classmethod
@@ -79,9 +69,9 @@ class AttentionMask:
         causal: bool = True,
         window: int | None = None,
     ) -> AttentionMask:
-        """Return the mask of packed documents with these numbers of tokens.
+        """Return the mask of packed documents with `lengths` tokens each.
 
-        `key_lengths` are the documents' numbers of keys, if they differ.
+        `key_lengths`: numbers of keys of the documents; None: as many keys as tokens.
         """
         ends, key_ends = (
             None
@@ -93,28 +83,28 @@ class AttentionMask:
 
     @cached_property
     def bounds(self) -> tuple[int, ...]:
-        """`cu_seqlens` as numbers; if it is on a device, the first use waits for that."""
+        """`cu_seqlens` as Python numbers; if it is on a device, the first read waits for it."""
         assert self.cu_seqlens is not None
         return tuple(self.cu_seqlens.tolist())
 
     @cached_property
     def key_bounds(self) -> tuple[int, ...]:
-        """`cu_seqlens_k`, or else `cu_seqlens`, as numbers."""
+        """`cu_seqlens_k` as Python numbers, or `cu_seqlens` if it is None."""
         return self.bounds if self.cu_seqlens_k is None else tuple(self.cu_seqlens_k.tolist())
 
     @cached_property
     def lengths(self) -> tuple[int, ...]:
-        """Tokens of each packed document."""
+        """Number of tokens of each packed document."""
         return _between(self.bounds)
 
     @cached_property
     def key_lengths(self) -> tuple[int, ...]:
-        """Keys of each packed document."""
+        """Number of keys of each packed document."""
         return self.lengths if self.cu_seqlens_k is None else _between(self.key_bounds)
 
     @cached_property
     def max_lengths(self) -> tuple[int, int]:
-        """The largest number of queries and of keys of a packed document."""
+        """Largest number of queries, and of keys, of any packed document."""
         return max(self.lengths), max(self.key_lengths)
 
     @cached_property
@@ -128,7 +118,7 @@ class AttentionMask:
         return {}
 
     def cu_seqlens_on(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Return `cu_seqlens` of queries and keys on `device`; copied once, without a wait."""
+        """Return `cu_seqlens` and `cu_seqlens_k` on `device`; copied once, without a wait."""
         assert self.cu_seqlens is not None
         if device not in self._on_device:
             ends, of_keys = pinned_memory.send(self.cu_seqlens, device), self.cu_seqlens_k
@@ -141,9 +131,12 @@ class AttentionMask:
         sizes = batch_size, query_length, key_length
         if self.cu_seqlens is None or sizes in self._covered:
             return
+        # `bounds` reads the tensor: on a device, the first check waits for it.
         if self.cu_seqlens_k is not None:
             if batch_size != 1:
-                raise ValueError(f"cu_seqlens_k is for one sequence of keys, got {batch_size}")
+                raise ValueError(
+                    f"cu_seqlens_k is for one sequence of keys, got {batch_size}: join them"
+                )
             _check_rises("cu_seqlens_k", self.key_bounds, batch_size, key_length)
         elif query_length != key_length:
             raise ValueError(
@@ -151,7 +144,7 @@ class AttentionMask:
                 f" {query_length} and {key_length}"
             )
         _check_rises("cu_seqlens", self.bounds, batch_size, query_length)
-        # Every row ends where a document ends: kernels know no rows, only documents.
+        # Kernels get only documents: one that spanned two rows would mix their tokens.
         total = batch_size * query_length
         missing = set(range(0, total, query_length or 1)) - set(self.bounds)
         if missing:
@@ -163,7 +156,7 @@ class AttentionMask:
 
     @cached_property
     def _covered(self) -> set[tuple[int, int, int]]:
-        """Sizes checked before: each layer checks, and 2,000 documents take 0.4 ms."""
+        """Sizes that were checked before; each check of 2,000 documents takes 0.4 ms."""
         return set()
 
 
@@ -181,6 +174,10 @@ def _check_rises(name: str, bounds: tuple[int, ...], batch_size: int, length: in
         )
 
 
+def _described(x: Tensor | None) -> str:
+    return "None" if x is None else f"{x.dtype} of shape {list(x.shape)}"
+
+
 def _shorten(values: tuple[int, ...]) -> str:
     if len(values) <= 8:
         return str(list(values))
@@ -188,7 +185,7 @@ def _shorten(values: tuple[int, ...]) -> str:
 
 
 class Chosen(NamedTuple):
-    """The keys that sparse attention selects for each query, among those that its mask shows.
+    """The keys that sparse attention selects for each query; the mask may hide some of them.
 
     Keys are given by indices within the query's document. G is the number of KV heads or 1, n the
     number of indices for a query.
@@ -197,7 +194,7 @@ class Chosen(NamedTuple):
     numbers: Tensor
     """Indices [B, S, G, n], int32; -1 and indices after the last key select nothing."""
     run: int = 1
-    """Keys that one index selects: index i selects the `run` keys from i * run on."""
+    """Number of keys that one index selects: index i selects keys i * run to (i + 1) * run - 1."""
 
     def gathered(self, channel: Channel) -> Pending:
         """Launch the all-gather of all ranks' indices, [B, S/p, G, n] -> [B, S, G, n]."""

@@ -1,4 +1,4 @@
-"""`SequenceRanks`, the ranks that share a sequence: their tokens, and their attention to all of it.
+"""`SequenceRanks`: which tokens each rank of a sequence has, and how it attends to all of them.
 
 p ranks = h of each head group x c of each context group; S tokens of a row
 
@@ -34,19 +34,19 @@ class SequenceRanks:
     head: Channel
     context: Channel
     windows: Windows = NO_WINDOWS
-    """Attention windows of the model's layers, by which work is balanced."""
+    """Attention windows of the model's layers; the split of tokens balances their work."""
     head_first: bool = True
     """True if the ranks of a head group are neighbors, False if those of a context group are."""
     exchange: ContextExchange = ContextExchange.GATHER
-    """How context ranks exchange keys and values."""
+    """The way in which context ranks exchange keys and values."""
     scan: SequenceScan = SequenceScan.AUTO
-    """How the p ranks compute a scan."""
+    """The way in which the p ranks compute a scan."""
 
     @classmethod
     def of(
         cls, mesh: Mesh, windows: Windows, *, exchange: ContextExchange, scan: SequenceScan
     ) -> SequenceRanks:
-        """Return the head and context ranks of `mesh`, for a model with these windows."""
+        """Return the head and context ranks of `mesh`, for a model with these attention windows."""
         return cls(
             head=mesh[Axis.HEAD],
             context=mesh[Axis.CONTEXT],
@@ -58,11 +58,11 @@ class SequenceRanks:
 
     @classmethod
     def by_heads(cls, tensor: Channel) -> SequenceRanks:
-        """Return all ranks of `tensor` as one head group, without context ranks."""
+        """Return all ranks of the channel `tensor` as one head group, without context ranks."""
         return cls(head=tensor, context=Channel.solo(Axis.CONTEXT.value))
 
     def attention(self, local: LocalAttention, *, may_ring: bool = True) -> DistributedAttention:
-        """Return attention by `local` to all tokens, in a ring if configured and `may_ring`."""
+        """Return attention to all tokens by `local`, in a ring if configured and `may_ring`."""
         if self.context.size > 1:
             ring = may_ring and self.exchange is ContextExchange.RING
             local = ContextAttention(local, self.context, self.windows, ring=ring)
@@ -73,10 +73,10 @@ class SequenceRanks:
         return SequenceSplit.of(lengths, self.context.size, self.windows)
 
     def arranged(self, rows: Sequence[Tensor], cu_seqlens: Tensor | None) -> list[Tensor]:
-        """Reorder tokens of tensors [B, S, ..] so that each rank's are consecutive, by rank.
+        """Reorder the tokens of tensors [B, S, ..] so that rank 0's come first, then rank 1's.
 
-        With the ends of documents, rows are joined to [1, B S, ..]: each row has other documents
-        and would need an order of its own.
+        With `cu_seqlens`, rows are joined to [1, B S, ..]: each row has other documents and would
+        need an order of its own.
         """
         if self.context.size == 1:
             return list(rows)
@@ -86,14 +86,16 @@ class SequenceRanks:
         return [x.index_select(1, order) for x in rows]
 
     def lengths(self, rows: Tensor, cu_seqlens: Tensor | None) -> tuple[int, ...]:
-        """Return the lengths of documents that one split covers: packed ones, or one row."""
+        """Return the lengths of the documents that one split covers: packed ones, or one row."""
         return (rows.shape[1],) if cu_seqlens is None else tuple(cu_seqlens.diff().tolist())
 
     def order(self, lengths: tuple[int, ...]) -> Tensor:
-        """Return the positions of all ranks' tokens in a row of such documents, by rank; [S].
+        """Return the positions [S] of rank 0's tokens in a row of documents, then of rank 1's, ..
 
-        A context rank's tokens, in the order of its slices, are cut evenly over its head ranks.
+        `lengths` are those of the documents. A context rank's tokens, in the order of its slices,
+        are cut evenly over its head ranks.
         """
+        # The split orders tokens by context rank, each with the tokens of its head ranks in turn.
         order = torch.from_numpy(self.split(lengths).order)
         if self.head_first:
             return order

@@ -32,26 +32,26 @@ from isp.core.comm.tag import Purpose, Tag
 __all__ = ["DistributedAttention"]
 
 _TOGETHER_BELOW_BYTES = 4 << 20
-"""Size of q, k and v on a rank up to which they are sent as one message."""
+"""Total bytes of q, k and v on a rank up to which they are sent as one message."""
 
 _MAX_EXCHANGES = 64
-"""Exchanges kept at most: sequences of ever new lengths would fill memory with them."""
+"""Number of cached exchanges; without a limit, ever new lengths of sequences would fill memory."""
 
 _HEADS, _SEQUENCE = 2, 1  # dims of [B, S, H, d]
 
 
 class DistributedAttention:
-    """Attention to a sequence that is split over `channel`, by `local_attention` of whole ones.
+    """Attention to a sequence that is sharded over `channel`, on each rank by `local_attention`.
 
-    `local_attention` gets all tokens that the ranks of `channel` hold. It may itself be spread over
-    another channel: `ContextAttention` splits a sequence further. Made once for each kind of layer.
+    `local_attention` gets some heads of all tokens that the ranks of `channel` have. It may itself
+    communicate over another channel: `ContextAttention` splits a sequence further. An object serves
+    all layers of one kind.
 
     q, k and v are passed separately (`__call__`) or packed (`from_qkv`, `from_kv`), with the same
     result.
 
-    `together_below_bytes`: size of q, k and v on a rank up to which they are one message, which
-    saves launches. Above it each is sent on its own, and packing one overlaps sending the one
-    before.
+    `together_below_bytes`: total bytes of q, k and v on a rank up to which they are one message,
+    which saves launches. Larger ones are sent separately: packing k overlaps sending q.
     """
 
     def __init__(
@@ -78,10 +78,10 @@ class DistributedAttention:
     ) -> Tensor:
         """Attend with q [B, S/p, H, d] to k and v [B, S/p, K, d] -> [B, S/p, H, d].
 
-        `mask` is that of the full sequence. The heads of v, and so of the result, may be smaller
-        than those of q and k. `extras` go to the local attention: `sinks` [H], a further logit of
-        each head without a value, or another tensor [H, ..] of values of each head (q may be wider
-        than k then); `chosen`, the keys of this rank's queries.
+        `mask` is that of the full sequence. The head size of v, and so of the result, may be
+        smaller than that of q and k. `extras` are passed to the local attention: `sinks` [H], an
+        extra logit of each head without a value, or another tensor [H, ..] with values of each head
+        (q may then be wider than k); `chosen`, the keys of this rank's queries.
         Raises ValueError if K does not divide H.
         """
         if self.channel.size == 1:
@@ -91,8 +91,9 @@ class DistributedAttention:
         split = HeadSplit.of(q.shape[_HEADS], k.shape[_HEADS], self.channel.size)
         length = q.shape[_SEQUENCE] * self.channel.size
         size = q.nbytes + k.nbytes + v.nbytes
-        alike = q.shape[-1] == k.shape[-1] and k.shape == v.shape
-        if size <= self.together_below_bytes and alike:
+        # One message needs tensors that differ only in the number of heads.
+        same_head_size = q.shape[-1] == k.shape[-1] and k.shape == v.shape
+        if size <= self.together_below_bytes and same_head_size:
             together = self._exchange((split.query, split.kv, split.kv), length, "qkv")
             q, k, v = exchanged(together, q, k, v)
         else:
@@ -125,7 +126,7 @@ class DistributedAttention:
     def _make_exchange(
         self, heads: tuple[tuple[range, ...], ...], length: int, label: str
     ) -> Exchange:
-        """The exchange that spreads the `heads` of tensors and joins their tokens, S = `length`."""
+        """Return the exchange that shards the heads of tensors and gathers S = `length` tokens."""
         spread = tuple(Cut(_HEADS, ranges) for ranges in heads)
         sequence = Cut.even(_SEQUENCE, length, self.channel.size)
         return Exchange(
@@ -142,10 +143,11 @@ class DistributedAttention:
         extras: dict[str, Any],
     ) -> Tensor:
         """Attend with this rank's heads: q [B, S, h, d], k and v [B, S, k, d] -> [B, S, h, d]."""
-        if q.shape[_HEADS] == 0:  # backward has to reach the exchange: the other ranks wait there
+        if q.shape[_HEADS] == 0:  # backward must reach the exchange: the other ranks wait there
             return joined(q.new_empty(*q.shape[:-1], v.shape[-1]), q, k, v, extras.get("sinks"))
         own, kv = split.query[self.channel.rank], split.kv[self.channel.rank]
         repeated = split.repeated_kv(self.channel.rank)
+        # Choices of single KV heads: take those of this rank's KV heads, repeated like these.
         if "chosen" in extras and extras["chosen"].numbers.shape[_HEADS] > 1:
             chosen = extras["chosen"]
             index = self._index(tuple(kv if repeated is None else (kv[i] for i in repeated)), q)
@@ -157,9 +159,9 @@ class DistributedAttention:
             extras["sinks"] = extras["sinks"][own.start : own.stop]
         return self._attend_here(q, k, v, mask, extras)
 
-    @torch.inference_mode(False)  # such a tensor could not be kept for backward later
+    @torch.inference_mode(False)  # cached: an inference tensor could not be saved for backward
     def _index(self, heads: tuple[int, ...], like: Tensor) -> Tensor:
-        """Return these indices of heads as a tensor on the device of `like`, sent there once."""
+        """Return indices of heads as a tensor on the device of `like`; copied there once."""
         if (heads, like.device) not in self._sent:
             index = pinned_memory.send(torch.tensor(heads), like.device)
             self._sent[heads, like.device] = index
@@ -168,9 +170,9 @@ class DistributedAttention:
     def _attend_here(
         self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, extras: dict[str, Any]
     ) -> Tensor:
-        """Attend by the local attention, with v padded by zeros to the head size of k.
+        """Call the local attention, with v padded by zeros to the head size of k.
 
-        Kernels take heads of one size only; the padding is cut off the result.
+        Kernels need one head size for q, k and v; the padding is cut off the result.
         """
         size, lacking = v.shape[-1], k.shape[-1] - v.shape[-1]
         if lacking:

@@ -1,15 +1,8 @@
-"""`Channel`, through which all collectives, sends and receives of a run go.
+"""`Channel`, the process group by which all collectives, sends and receives of a run are launched.
 
-[Note: Straight to the group]
-Layers launch all-gathers, reduce-scatters and all-to-alls many times a step, so these call the
-methods of the process group directly: the functions of `torch.distributed` first check, log and
-look for a coalescing context, which takes as long as the launch itself. torch 2.13 has public names
-for these methods, 2.11 only private ones (`torch_private`).
-
-[Note: Reduce-scatter by all-to-all]
-gloo implements reduce-scatter as an all-reduce, which moves twice the bytes. An all-to-all followed
-by a local sum in rank order moves the right amount, adds in float32 (float64 stays float64), and
-gives the same bits whatever the timing. `reduce_scatter` does this on gloo.
+All-gathers, reduce-scatters and all-to-alls call methods of the process group, which takes half the
+time of the functions of `torch.distributed`.
+See [Note: Straight to the group] in docs/design/notes/communication.md.
 """
 
 from __future__ import annotations
@@ -46,9 +39,10 @@ class Channel:
         Channel.from_mesh(device_mesh, "dim")   # a dimension of a torch DeviceMesh
         Channel.solo()                          # one rank
 
-    A channel of one rank needs no process group: its collectives return the tensor itself (those
-    into a given tensor copy) and log nothing. `sum_locally` selects [Note: Reduce-scatter by
-    all-to-all]; None: on gloo only. `log` records the transfers while it collects or is observed.
+    A channel of one rank needs no process group: its collectives return the tensor itself (or copy
+    it into the tensor given) and log nothing. `log` records the transfers while it collects or is
+    observed. `sum_locally`: a reduce-scatter is an all-to-all and a local sum; None: on gloo only.
+    See [Note: Reduce-scatter by all-to-all] in docs/design/notes/communication.md.
     """
 
     def __init__(
@@ -69,18 +63,18 @@ class Channel:
         self.log = CommLog() if log is None else log
         self.arrival: Callable[[int], float] | None = None
         """Hook of tools that simulate a slow network: called at each launch with the bytes sent, it
-        returns the earliest end of the wait (`time.perf_counter`). Not called on CUDA."""
+        returns the time (`time.perf_counter`) before which no wait ends. Not called on CUDA."""
         if sum_locally is None:
             sum_locally = group is not None and streams.backend_name(group, device) == "gloo"
         self._launched: Counter[tuple[int, ...]] = Counter()
-        """Transfers launched so far: by (sender, receiver) for sends and receives, by () for
-        collectives. Sender and receiver have equal counts, so a number names one transfer."""
+        """Number of transfers launched so far: by (sender, receiver) for sends and receives, by ()
+        for collectives. All ranks of a transfer count the same, so its number identifies it."""
         self._on_streams = group is not None and streams.serve(group, device)
         self._ends: streams.Stream | None = None
-        """Stream that only waits for this channel's transfers, to time their ends; made when a log
-        first times them (`CommLog.timed_on_device`)."""
+        """Stream that only waits for this channel's transfers, to time their ends; created when a
+        log first times them (`CommLog.timed_on_device`)."""
         self.sums_locally = sum_locally
-        """True if reduce-scatters receive all ranks' parts and add them on this rank."""
+        """True if a reduce-scatter is an all-to-all and a local sum of the ranks' parts."""
 
     @classmethod
     def from_group(
@@ -94,11 +88,11 @@ class Channel:
         """Return a channel over a process group that this rank is in, such as `dist.group.WORLD`.
 
         `name` appears in errors and logs; channels that share a `log` are measured together.
-        `device`: "cpu" or "cuda", that of the tensors; None: CUDA if the group serves it.
+        `device`: type of the tensors' device, "cpu" or "cuda"; None: CUDA if the group supports it.
         Raises TypeError if `group` is not a ProcessGroup, ValueError if this rank is not in it or
         it has no backend for the device.
         """
-        _check_group(group)  # also of None, with which the constructor makes a channel of one rank
+        _check_group(group)  # refuses None, for which the constructor makes a channel of one rank
         return cls(group, name=name, log=log, device=device)
 
     @classmethod
@@ -153,12 +147,13 @@ class Channel:
         if self.size == 1:
             return Pending.ready(x)
         x = x.contiguous()
+        # Backends concatenate along dim 0 only; slices are joined along `dim` after the wait.
         out = x.new_empty(self.size, *x.shape)
         pending = self.all_gather_into(out, x, tag=tag)
         return pending.then(lambda out: join_ranks(out, dim))
 
     def reduce_scatter(self, x: Tensor, dim: int = 0, *, tag: Tag = UNNAMED) -> Pending:
-        """Launch the sum over the ranks and keep this rank's slice of `dim`.
+        """Launch the reduce-scatter: sum x over the ranks and keep this rank's slice of `dim`.
 
         x [.., N, ..] -> [.., N/p, ..].
         Raises ValueError if N is not a multiple of the channel's size.
@@ -170,7 +165,7 @@ class Channel:
         return self.reduce_scatter_into(out, chunks, tag=tag)
 
     def all_to_all(self, x: Tensor, *, scatter: int, gather: int, tag: Tag = UNNAMED) -> Pending:
-        """Launch the exchange that shards dim `scatter` and gathers dim `gather`.
+        """Launch the all-to-all that shards dim `scatter` over the ranks and gathers dim `gather`.
 
         x [.., N, .., M/p, ..] -> [.., N/p, .., M, ..]; the inverse swaps the two dims.
         Raises ValueError if N is not a multiple of the channel's size.
@@ -183,7 +178,7 @@ class Channel:
         return pending.then(lambda out: join_ranks(out, gather))
 
     def all_reduce(self, x: Tensor, *, op: str = "sum", tag: Tag = UNNAMED) -> Pending:
-        """Launch the sum (or `op="max"`) of x over the ranks, into a new tensor."""
+        """Launch the all-reduce of x by "sum" or "max" into a new tensor."""
         if self.size == 1:
             return Pending.ready(x)
         return self.all_reduce_(x.clone(memory_format=torch.contiguous_format), op=op, tag=tag)
@@ -207,11 +202,11 @@ class Channel:
     def reduce_scatter_into(
         self, out: Tensor, x: Tensor, *, received: Tensor | None = None, tag: Tag = UNNAMED
     ) -> Pending:
-        """Launch the sum of x [p n, ..] or [p, n, ..]; write this rank's slice into `out` [n, ..].
+        """Launch the reduce-scatter of x [p n, ..] or [p, n, ..] into `out` [n, ..].
 
-        If `out` has a wider dtype than x, the sum is computed in it. Where the channel sums locally
-        [Note: Reduce-scatter by all-to-all], the parts arrive in `received`, a buffer like x, or in
-        a new one. All buffers are in use until the wait.
+        If `out` has a wider dtype than x, the sum is computed in that dtype. If the channel sums
+        locally [Note: Reduce-scatter by all-to-all], the parts arrive in `received`, a buffer like
+        x, or in a new one. All buffers are in use until the wait.
         """
         if self.size == 1:
             return Pending.ready(out.copy_(x.view_as(out)))
@@ -225,6 +220,7 @@ class Channel:
                 parts,
                 keep=(x, parts, out),
             ).then(lambda parts: _sum_in_rank_order(parts.view(self.size, *out.shape), out))
+        # The backend sums in the dtype of its input.
         wide = x if x.dim() == out.dim() else x.flatten(0, 1)
         if wide.dtype != out.dtype:  # a `to` that converts nothing still costs a dispatch
             wide = wide.to(out.dtype)
@@ -246,7 +242,7 @@ class Channel:
         in_rows: Sequence[int] | None = None,
         tag: Tag = UNNAMED,
     ) -> Pending:
-        """Launch the exchange of slices of dim 0: slice i of x goes to rank i.
+        """Launch the all-to-all along dim 0: slice i of x is sent to rank i.
 
         Slice i of `out` is received from rank i. Slices have equal length, or `in_rows[i]` rows
         in x and `out_rows[i]` rows in `out`.
@@ -268,7 +264,7 @@ class Channel:
         )
 
     def all_reduce_(self, x: Tensor, *, op: str = "sum", tag: Tag = UNNAMED) -> Pending:
-        """Launch the sum (or `op="max"`) of x over the ranks, in place."""
+        """Launch the all-reduce of x by "sum" or "max", in place."""
         if self.size == 1:
             return Pending.ready(x)
         reduce_op = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}[op]
@@ -316,24 +312,24 @@ class Channel:
         return self._launch(
             "recv",
             tag,
-            0,
+            0,  # the sender counts the bytes
             lambda: dist.irecv(out, group=self.group, group_src=source),
             out,
             keep=(out,),
             pair=(source, self.rank),
         )
 
-    # -- inside ------------------------------------------------------------------------------
+    # -- private -----------------------------------------------------------------------------
 
     def _split(self, x: Tensor, dim: int) -> Tensor:
-        """Split dim `dim` into the ranks' chunks: x [.., N, ..] -> contiguous [p, .., N/p, ..].
+        """Return the ranks' chunks of dim `dim`: x [.., N, ..] -> contiguous [p, .., N/p, ..].
 
-        Copies only where the chunks are not contiguous already. Raises ValueError if N is not a
+        Copies x unless its chunks are contiguous already. Raises ValueError if N is not a
         multiple of p.
         """
         if x.shape[dim] % self.size:
             raise ValueError(
-                f"dim {dim} of shape {tuple(x.shape)} does not divide by the {self.size} ranks"
+                f"dim {dim} of shape {tuple(x.shape)} is not divisible by the {self.size} ranks"
                 f" of the {self.name or 'channel'} group"
             )
         chunks: Tensor = x.unflatten(dim, (self.size, -1)).movedim(dim % x.dim(), 0)
@@ -350,14 +346,14 @@ class Channel:
         keep: tuple[Tensor, ...],
         pair: tuple[int, ...] = (),
     ) -> Pending:
-        """Count the transfer, start it, and return `out` as pending.
+        """Count the transfer, start it, and return a `Pending` of `out`.
 
         `keep`: tensors that the transfer reads and writes, kept alive until the wait
-        [Note: Lifetime of what travels]. `pair`: the key of `_launched`.
+        [Note: Lifetime of tensors in flight]. `pair`: the key of `_launched`.
         """
         self._launched[pair] += 1
         wait: Callable[[], object]
-        # The fast path: without a listener no record is needed, and the device times nothing.
+        # The fast path, without a record and without events: nothing listens to the log.
         if self._on_streams and not self.log.listens:
             work = start()
             assert work is not None, "this rank is in its group"
@@ -367,25 +363,26 @@ class Channel:
         return Pending(wait, result=out, keep=keep)
 
     def _start(
-        self, of: Transfer, start: Callable[[], dist.Work | None], pair: tuple[int, ...]
+        self, transfer: Transfer, start: Callable[[], dist.Work | None], pair: tuple[int, ...]
     ) -> Callable[[], object]:
         """Start a transfer, and return a function that waits for it and logs its times."""
-        transfer = self.log.start(*of)
+        timed = self.log.start(*transfer)
         if not self._on_streams:
-            arrival = 0.0 if self.arrival is None else self.arrival(of.sent_bytes)
-            work = _ours(start())
-            wait = partial(self._wait_on_host, work, of, pair, self._launched[pair])
-            return transfer.timed_on_host(work, wait, arrival, listens=self.log.listens)
+            arrival = 0.0 if self.arrival is None else self.arrival(transfer.sent_bytes)
+            work = _own_work(start())
+            wait = partial(self._wait_on_host, work, transfer, pair, self._launched[pair])
+            return timed.timed_on_host(work, wait, arrival, listens=self.log.listens)
         if self.log.clock is not None:
             self._ends = self._ends or streams.new(self.log.clock.device)
-        return self.log.timed_on_device(transfer, lambda: _ours(start()), self._ends)
+        return self.log.timed_on_device(timed, lambda: _own_work(start()), self._ends)
 
     def _wait_on_host(
         self, work: dist.Work, transfer: Transfer, pair: tuple[int, ...], number: int
     ) -> None:
+        """Block until `work` is done. Raises CollectiveError if the backend reports a failure."""
         try:
-            # gloo measures the time of a send or receive from its wait on, and takes the limit as
-            # an argument.
+            # For a send or receive, gloo counts the time from the wait on, and the timeout must be
+            # an argument of the wait.
             if pair:
                 work.wait(self._timeout())
             else:
@@ -397,6 +394,7 @@ class Channel:
     def _collective(
         self, kind: str, label: str, pair: tuple[int, ...], number: int
     ) -> CollectiveCall:
+        """Return what identifies transfer `number` of this channel on all its ranks."""
         assert self.group is not None
         ranks = dist.get_process_group_ranks(self.group)
         ranks = [ranks[rank] for rank in pair] if pair else ranks
@@ -418,8 +416,8 @@ class Listener(Protocol):
 class DryChannel(Channel):
     """A channel without a process group, as rank `rank` of `size`, for tensors on the meta device.
 
-    Code runs over it unchanged; results have the right shape and no contents. A simulated step uses
-    it to record which transfers a real step launches.
+    Code runs with it unchanged: results have the right shape, and no values. A rehearsal uses it to
+    record which transfers a real step launches.
     """
 
     def __init__(
@@ -485,7 +483,8 @@ def _described(given: object) -> str:
     return f"a {type(given).__name__}"
 
 
-def _ours(work: dist.Work | None) -> dist.Work:
+def _own_work(work: dist.Work | None) -> dist.Work:
+    """Return `work`; torch returns None only to a rank that is not in the group."""
     assert work is not None, "this rank is in its group"
     return work
 
@@ -506,7 +505,7 @@ def _sum_in_rank_order(received: Tensor, out: Tensor) -> Tensor:
     total = out if out.dtype == dtype else torch.empty_like(out, dtype=dtype)
     parts = list(received)
     if received.dtype == dtype and len(parts) > 1:
-        torch.add(parts.pop(0), parts.pop(0), out=total)  # one pass over memory instead of two
+        torch.add(parts.pop(0), parts.pop(0), out=total)  # saves a read and write of `total`
     else:
         total.copy_(parts.pop(0))
     for part in parts:

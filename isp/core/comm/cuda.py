@@ -29,11 +29,13 @@ ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH
 """Environment variables from which torch reads the settings of its CUDA allocator."""
 _CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
 _USUAL_CONNECTIONS = 8
+"""CUDA's default number of hardware queues of a device."""
 _MOST_CONNECTIONS = 32
+"""The largest number that CUDA accepts."""
 
 
 def expand_segments() -> None:
-    """Turn on torch's expandable segments, so that rows of varying length fragment less memory.
+    """Turn on torch's expandable segments: rows of varying lengths then fragment less memory.
 
     Call this before the first allocation. Does nothing if the environment sets the allocator.
     """
@@ -54,8 +56,8 @@ def compute_deterministically() -> None:
 def use_more_connections() -> None:
     """Set the number of hardware queues of a device to 32, the maximum.
 
-    A run has more streams than the default of 8 queues. A value in the environment stays. Call this
-    before CUDA starts, which reads the value once; later it does nothing.
+    A run has more streams than the default of 8 queues. A value in the environment is kept. Call
+    this before CUDA is initialized, which reads the value once; afterwards it does nothing.
     """
     if not torch.cuda.is_initialized():
         os.environ.setdefault(_CONNECTIONS, str(_MOST_CONNECTIONS))
@@ -64,8 +66,8 @@ def use_more_connections() -> None:
 def few_connections(ranks: int) -> str:
     """Return a warning if a device has too few hardware queues for a run; empty if it has enough.
 
-    Streams that share a queue wait for each other: work starts in the order it was queued. A run of
-    one rank has no streams for collectives, so the default number is enough.
+    Streams that share a queue wait for each other: work starts in the order in which it was queued.
+    A run of one rank has no streams for collectives, so the default number is enough.
     """
     number, most = os.environ.get(_CONNECTIONS, ""), _MOST_CONNECTIONS
     if not number and ranks > 1:
@@ -91,7 +93,7 @@ def check_registers(key: str, device_type: str) -> None:
     for name in ALLOCATOR_VARIABLES:
         if "expandable_segments:true" in os.environ.get(name, "").lower():
             raise ValueError(
-                f"{key}=true needs a special kind of memory, which torch 2.11 does not provide"
+                f"{key}=true needs memory that NCCL can register, which torch 2.11 does not provide"
                 f" with {name}={os.environ[name]}: use false, or unset the variable"
             )
 
@@ -99,8 +101,8 @@ def check_registers(key: str, device_type: str) -> None:
 def registered(group: dist.ProcessGroup, device: torch.device, *, key: str) -> Allocate:
     """Return a function that allocates buffers registered with NCCL for `group`.
 
-    NCCL reads and writes such buffers directly, without copies through its own. Raises ValueError,
-    naming the configuration `key`, if the device has no memory of that kind.
+    NCCL reads and writes such buffers directly, without copies through its own buffers. Raises
+    ValueError, naming the configuration `key`, if the device cannot allocate such memory.
     Source: torch FSDP2, `set_allocate_memory_from_process_group_for_comm`.
     """
     backend = backend_of(group, device)

@@ -1,10 +1,10 @@
 """Offload of tensors to host memory: buffers, and copies in both directions.
 
-[Note: One stream] Copies of both directions are queued on one stream, after the work that made a
-tensor and before the work that needs it. So a released buffer may be reused at once: the next write
-to it is queued after the last read from it.
+Copies of both directions are queued on one stream, after the work that made a tensor and before the
+work that needs it. So a released buffer may be reused at once: the next write to it is queued after
+the last read from it.
 
-On CPU there are no streams: a copy runs where it is launched, and all of its time is exposed.
+On CPU there are no streams: a copy is done when its launch returns, and all of its time is exposed.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ __all__ = [
 ]
 
 HOST = "offload"
-"""Name of the channel. (`host` is another one: all ranks, for values in CPU memory.)"""
+"""Name of the channel for offload; the channel `host` is another one, of all ranks on gloo."""
 
 TO_HOST, FROM_HOST = "to_host", "from_host"
 """Kinds of the transfers in the log (`Transfer.kind`)."""
 
 
 class HostMemoryError(ValueError):
-    """The host has too little memory; the text says how much, and which keys need less."""
+    """The host has too little memory; the text says how much, and which keys reduce the need."""
 
 
 class HostChannel(Channel):
@@ -60,16 +60,16 @@ class HostChannel(Channel):
             self._stream = streams.new(self._device)
 
         def start() -> Any:
-            streams.follow(self._stream)  # x may still be in the making on the current stream
+            streams.follow(self._stream)  # the current stream may still be computing x
             with streams.on(self._stream):
                 out.copy_(x, non_blocking=True)
-                streams.in_use(out, x)  # else the allocator could reuse them before the copy ends
+                streams.in_use(out, x)  # or the allocator could reuse them before the copy ends
                 return streams.mark(self._device)  # an event has `wait`, like a dist.Work
 
         return self._launch(kind, tag, x.nbytes, start, out, keep=())
 
     def forget(self, pending: Pending) -> None:
-        """Wait for `pending` on the copy stream only, where all copies run in order anyway."""
+        """Release `pending` without a wait of compute: only the copy stream waits, in its order."""
         with streams.on(self._stream):
             pending.wait()
 
@@ -79,24 +79,24 @@ class HostChannel(Channel):
             self._stream.synchronize()
 
     def _start(
-        self, of: Transfer, start: Callable[[], Any], pair: tuple[int, ...]
+        self, transfer: Transfer, start: Callable[[], Any], pair: tuple[int, ...]
     ) -> Callable[[], object]:
-        transfer = self.log.start(*of)
+        timed = self.log.start(*transfer)
         if self._stream is not None:
-            return self.log.timed_on_device(transfer, start, self._stream)
+            return self.log.timed_on_device(timed, start, self._stream)
         start()  # without a stream the copy is done when this returns
-        transfer.wait_began, transfer.waited = transfer.launched, True
-        transfer.ended = time.perf_counter()
-        transfer.exposed = transfer.ended - transfer.launched
+        timed.wait_began, timed.waited = timed.launched, True
+        timed.ended = time.perf_counter()
+        timed.exposed = timed.ended - timed.launched
         return lambda: None
 
 
 class HostMemory:
-    """Pool of host buffers, page-locked if the device is a GPU; one for each rank.
+    """A rank's pool of host buffers, page-locked if the device is a GPU.
 
-    Released buffers are kept: blocks and steps need the same sizes again. Where rows vary in
-    length, a tensor takes the smallest free buffer that fits; if none does, the largest free one is
-    dropped and a larger one is made.
+    Released buffers are kept, because blocks and steps need the same sizes again. Where rows vary
+    in length, a tensor gets the smallest free buffer that is large enough; if there is none, the
+    largest free buffer is dropped and a larger one is made.
     """
 
     def __init__(
@@ -110,10 +110,11 @@ class HostMemory:
         self.reserved_bytes = 0
         """Bytes of all buffers, leased or free."""
         self.num_buffers = 0
+        """Number of all buffers, leased or free."""
         self.leased_bytes = 0
         """Bytes of leased buffers."""
         self.is_apart = device.type == "cuda"
-        """True if the device computes in memory of its own; host buffers are then page-locked."""
+        """True if the device has memory of its own; host buffers are then page-locked."""
         self._device = device
         self._free: defaultdict[torch.dtype, list[Tensor]] = defaultdict(list)
 
@@ -124,13 +125,14 @@ class HostMemory:
         return f"{shown} of {pinned}host memory in {self.num_buffers} buffers"
 
     def store(self, x: Tensor, *, tag: Tag) -> Stored:
-        """Launch the copy of x to the host.  Raises HostMemoryError if there is no room."""
+        """Launch the copy of x to the host.  Raises HostMemoryError if the host lacks memory."""
         return Stored(self, x, tag)
 
     def _lend(self, x: Tensor) -> Tensor:
+        """Return a flat buffer with x's dtype and at least x's elements."""
         free = self._free[x.dtype]
         free.sort(key=Tensor.numel)
-        place = bisect_left(free, x.numel(), key=Tensor.numel)
+        place = bisect_left(free, x.numel(), key=Tensor.numel)  # the smallest that is large enough
         if place == len(free) > 0:  # all free buffers are too small: replace the largest
             self.channel.finish()  # a copy from or to it may still run
             self.reserved_bytes -= free.pop().nbytes
@@ -140,13 +142,14 @@ class HostMemory:
         return buffer
 
     def _make(self, x: Tensor) -> Tensor:
+        """Return a new buffer with x's dtype and number of elements."""
         try:
-            with torch.inference_mode(False):  # such a tensor could not be written in training
+            with torch.inference_mode(False):  # inference tensors cannot be written in training
                 buffer = pinned_memory.zeros(x.numel(), x.dtype, self._device)
         except MemoryError as error:
             raise HostMemoryError(
-                f"model.checkpoint_offload: the host has {self.reserved_bytes / 2**30:.1f} GiB of"
-                f" memory for this rank, and no further {x.nbytes / 2**20:.1f} MiB: {error}: use a"
+                f"model.checkpoint_offload: this rank has {self.reserved_bytes / 2**30:.1f} GiB of"
+                f" host memory, and cannot get {x.nbytes / 2**20:.1f} MiB more: {error}: use a"
                 f" shorter data.seq_len, a larger model.checkpoint_segment, or"
                 f" model.checkpoint_offload=false"
             ) from error
@@ -160,16 +163,16 @@ class HostMemory:
 
 
 class Stored:
-    """A tensor in host memory; the device has it, too, until the first `leave` and after `fetch`.
+    """A tensor in host memory; the device has a copy until the first `leave`, and after a `fetch`.
 
-    Its buffer returns to the pool when this object is garbage collected.
+    The buffer returns to the pool when this object is garbage collected.
     """
 
     def __init__(self, memory: HostMemory, x: Tensor, tag: Tag) -> None:
         self._channel, self._tag = memory.channel, tag
         self._here: Pending | None = Pending.ready(x)
         buffer = memory._lend(x)
-        # Not at interpreter exit: the pool need not be tidy then, and CUDA may be gone.
+        # Not at interpreter exit, when CUDA may be gone.
         weakref.finalize(self, memory._take_back, buffer).atexit = False
         self._buffer = buffer[: x.numel()].view(x.shape)
         self._device = x.device
@@ -187,7 +190,7 @@ class Stored:
             self._here = self._channel.copy(out, self._buffer, kind=FROM_HOST, tag=self._tag)
 
     def get(self) -> Tensor:
-        """Return the tensor on the device, fetching it if need be; kept until `leave`."""
+        """Return the tensor on the device, after a `fetch` if needed; kept until `leave`."""
         self.fetch()
         assert self._here is not None
         return self._here.wait()

@@ -15,15 +15,11 @@ __all__ = ["Pending"]
 class Pending:
     """A tensor that a transfer in flight will write; `wait()` returns it.
 
-    A second `wait` returns the same tensor at no cost. The holder of the `Pending` owns the
-    transfer and must wait for it. The tensor is `result`, valid once `finish` has returned, or the
-    value that `finish` returns if there is no `result`.
-
-    [Note: Lifetime of what travels] All tensors that the transfer reads and writes (`keep`) stay
-    alive here until the wait. On CUDA the transfer may still run after `wait` has returned: only
-    the waiting stream was made to wait. So `wait` records that stream as a user of these tensors
-    (`record_stream`), and the allocator reuses none of them, on any stream, before the waiting
-    stream has passed the end of the transfer.
+    A second `wait` returns the same tensor at no cost. Code that has the `Pending` must wait for it
+    once. The tensor is `result`, valid once `finish` has returned, or if there is no `result` the
+    value that `finish` returns. `keep`: the tensors that the transfer reads and writes; they stay
+    allocated until it is over.
+    See [Note: Lifetime of tensors in flight] in docs/design/notes/communication.md.
     """
 
     __slots__ = ("_finish", "_keep", "_result")
@@ -41,7 +37,7 @@ class Pending:
 
     @classmethod
     def ready(cls, tensor: Tensor) -> Pending:
-        """Return a `Pending` whose tensor is there already."""
+        """Return a `Pending` of a tensor that needs no wait."""
         return cls(result=tensor)
 
     @property
@@ -52,8 +48,8 @@ class Pending:
     def wait(self) -> Tensor:
         """Wait for the transfer and return the tensor.
 
-        On CPU the host blocks until it is there; on CUDA the current stream waits, the host not.
-        Raises the error of a failed transfer, and RuntimeError at each further wait.
+        On CPU the host blocks until the transfer is over; on CUDA only the current stream waits.
+        If the transfer fails, raises its error, and RuntimeError in each later `wait`.
         """
         finish, result = self._finish, self._result
         if finish is not None:
@@ -61,15 +57,15 @@ class Pending:
             self._finish = self._result = None
             found = finish()
             self._result = result = found if result is None else result
-            if self._keep:
+            if self._keep:  # the transfer may still run [Note: Lifetime of tensors in flight]
                 streams.in_use(*self._keep)
                 self._keep = ()
         if result is None:
-            raise RuntimeError("this transfer failed when it was first waited for")
+            raise RuntimeError("this transfer failed: its first wait() raised the error")
         return result
 
     def then(self, fn: Callable[[Tensor], Tensor]) -> Pending:
-        """Return a `Pending` of `fn(tensor)`; `fn` runs in its first `wait`, or now if waited."""
+        """Return a `Pending` of `fn(tensor)`; `fn` runs in its first `wait`, now if `waited`."""
         if self._finish is None:
             return Pending(result=fn(self.wait()))
         return Pending(lambda: fn(self.wait()))

@@ -1,12 +1,10 @@
 """Page-locked host memory, copies that do not block the host, and the host's free memory.
 
-[Note: No host waits] In a step the host never waits for the device, so that it can run ahead.
-`send` moves a tensor to the device, `HostCopy` a value to the host, both without a wait.
+In a step the host never waits for the device, so that it can queue work ahead. `send` copies a
+tensor to the device and `HostCopy` a value to the host, both without a wait.
 
-[Note: Page-locked as it is] CUDA overlaps copies with kernels only from and to page-locked memory.
-torch's allocator for it rounds each piece up to a power of two; here ordinary memory is locked in
-place, so that a piece takes the size that was planned. Each piece has pages of its own: pieces of
-one heap may share a page, and CUDA cannot lock a page twice.
+CUDA overlaps copies with kernels only from and to page-locked memory. `zeros` locks ordinary memory
+in place. See [Note: Page-locked as it is] in docs/design/notes/communication.md.
 """
 
 from __future__ import annotations
@@ -43,9 +41,10 @@ _PORTABLE = 1
 
 
 def zeros(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return `size` zeros in host memory, page-locked if `device` is CUDA; on meta if it is meta.
+    """Return `size` zeros in host memory, page-locked for a CUDA `device`; for meta, on meta.
 
-    Raises MemoryError, with sizes or the cause, if memory is short or cannot be locked.
+    Raises MemoryError, with sizes or the cause, if there is too little memory or it cannot be
+    locked.
     """
     if device.type == "meta":
         return torch.zeros(size, dtype=dtype, device=device)
@@ -61,17 +60,17 @@ def zeros(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
 
 
 def pinned(x: Tensor, device: torch.device) -> Tensor:
-    """Return x, a CPU tensor, in page-locked memory if `device` is CUDA, else x itself.
+    """Return a page-locked copy of x, a CPU tensor, if `device` is CUDA, else x itself.
 
-    The result may be dropped while a copy is in flight: torch reuses its memory only afterwards.
+    The copy may be freed while its transfer is in flight: torch reuses its memory only afterwards.
     """
     return x.pin_memory() if device.type == "cuda" else x
 
 
 def send(x: Tensor, device: torch.device) -> Tensor:
-    """Return x on `device` by a copy on the current stream; the host does not wait.
+    """Return x on `device`, copied on the current stream; the host does not wait.
 
-    CPU tensors are page-locked first: from ordinary memory, CUDA may block the host.
+    CPU tensors are page-locked first: a copy from ordinary memory may block the host.
     """
     if x.device.type == "cpu":
         x = pinned(x, device)
@@ -87,7 +86,7 @@ class HostCopy:
 
     @property
     def is_there(self) -> bool:
-        """Return whether the value was there at once, as on CPU, where nothing is in flight."""
+        """Return whether the value needs no wait, as on CPU, where the copy is done at once."""
         return self._over is None
 
     def wait(self) -> Tensor:
@@ -98,15 +97,15 @@ class HostCopy:
 
 
 def available_bytes() -> int | None:
-    """Return the bytes free now on this machine and in this cgroup; None: unknown.
+    """Return the bytes that are free now on this machine and in its cgroup; None: unknown.
 
-    A virtual machine whose memory grows on demand has more.
+    A virtual machine whose memory grows on demand can get more.
     """
     return _room("MemAvailable")
 
 
 def attainable_bytes() -> int | None:
-    """Return all bytes of this machine, or what its cgroup has left if less; None: unknown."""
+    """Return the machine's memory in bytes, or what its cgroup has left if less; None: unknown."""
     return _room("MemTotal")
 
 
@@ -126,7 +125,7 @@ def _room(field: str) -> int | None:
 
 
 def total_bytes() -> int | None:
-    """Return memory (at most the cgroup's limit) plus swap in bytes; None: unknown."""
+    """Return bytes of memory (at most the cgroup's limit) plus swap; None: unknown."""
     if not _MEMINFO.exists():
         return None
     sizes = dict(line.split(":") for line in _MEMINFO.read_text().splitlines())
@@ -138,14 +137,14 @@ def total_bytes() -> int | None:
 
 
 def _locked(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return `size` zeros in pages of their own, locked in place, else in torch's locked memory.
+    """Return `size` zeros in pages of their own, locked in place, or by torch's pinned allocator.
 
-    Raises MemoryError if neither can be locked.
+    Raises MemoryError if both fail.
     """
     num_bytes = size * dtype.itemsize
     pages = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # zeros
     with suppress(OSError):  # a kernel without huge pages
-        pages.madvise(mmap.MADV_HUGEPAGE)  # far fewer pages to lock
+        pages.madvise(mmap.MADV_HUGEPAGE)  # fewer pages to lock
     # The tensor owns `owner`, and `owner` the pages: its finalizer unlocks them before the unmap.
     owner = (ctypes.c_byte * num_bytes).from_buffer(pages)
     memory, address = torch.frombuffer(owner, dtype=dtype), ctypes.addressof(owner)
@@ -177,8 +176,8 @@ def _clear_error(device: torch.device) -> None:
 @cache
 def _warn_of_rounding(why: str) -> None:
     logger.warning(
-        "memory of the host is page-locked by torch, which rounds each piece up to a power of two,"
-        " as CUDA cannot lock it as it is (%s)",
+        "host memory is page-locked by torch's allocator, which rounds each piece up to a power of"
+        " two, because CUDA cannot lock it in place (%s)",
         why,
     )
 

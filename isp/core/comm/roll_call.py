@@ -1,14 +1,7 @@
 """`RollCall`, which finds the ranks that are missing from a collective that timed out.
 
-[Note: Roll call] Without a failure nothing is exchanged: a channel only counts its launches. A rank
-whose collective times out writes an entry into the store of the rendezvous: the collective it
-waited in, and its launches by group. So do other ranks that wait, in this or another group, in the
-end for the same missing rank. A rank without an entry after `grace_seconds` hangs outside of
-communication, or is gone. The first verdict written holds for all ranks: a rank that only loses a
-connection, because another rank has ended, reads the verdict in the store.
-
-This works on gloo, where a wait raises. On NCCL the device waits, and torch's watchdog ends the
-process.
+Ranks whose collectives time out write where they wait into the rendezvous store; ranks that write
+nothing are missing. See [Note: Roll call] in docs/design/notes/communication.md.
 """
 
 from __future__ import annotations
@@ -36,7 +29,7 @@ class CollectiveTimeout(RuntimeError):
 
 
 class _Entry(NamedTuple):
-    """A rank's entry in the store: where it waited, and its launches by group."""
+    """A rank's entry in the store: the collective it waits in, and its launches by group."""
 
     collective: CollectiveCall
     launched: dict[str, int]
@@ -50,7 +43,7 @@ class _Entry(NamedTuple):
         return cls(CollectiveCall(*collective), launched)
 
     def has_reached(self, collective: CollectiveCall) -> bool:
-        """Return whether the rank had launched this collective, which others waited in."""
+        """Return whether the rank had launched `collective`, in which other ranks waited."""
         return self.launched.get(collective.group, 0) >= collective.number
 
 
@@ -58,7 +51,8 @@ class RollCall:
     """A context that turns the timeout of a collective into a `CollectiveTimeout`.
 
     Its constructor is a collective over `host`, the channel of all ranks on CPU. `channels` is the
-    list of this rank's channels, which may grow. Texts name ranks by their number in the world.
+    list of this rank's channels, which may grow. `grace_seconds`: how long to wait for the entries
+    of other ranks. Texts give world ranks.
     """
 
     def __init__(self, host: Channel, channels: Sequence[Channel], *, grace_seconds: float) -> None:
@@ -86,11 +80,13 @@ class RollCall:
 
     def _verdict(self, store: Store, error: CollectiveError) -> str:
         """Return the text of the verdict on the failure; empty if no rank has seen a timeout."""
+        # The launches tell other ranks whether this one had reached their collective.
         collective, launched = error.collective, dict[str, int]()
         for channel in self._channels:
             launched |= channel.progress()
+        # Written first: other ranks may be waiting for this entry.
         store.set(str(self._rank), _Entry(collective, launched).to_json())
-        # A lost connection is the consequence of another rank's end: only read a verdict, if any.
+        # A lost connection means that another rank has ended, which may have written a verdict.
         if "timed out" not in str(error).lower():
             return store.get("verdict").decode() if store.check(["verdict"]) else ""
         entries: dict[int, _Entry] = {}
@@ -98,7 +94,7 @@ class RollCall:
         while self._silent(store, collective, entries) and time.monotonic() < end:
             time.sleep(_POLL_SECONDS)
         text = self._describe(collective, entries, self._silent(store, collective, entries))
-        verdict: bytes = store.compare_set("verdict", "", text)  # the first one's wins
+        verdict: bytes = store.compare_set("verdict", "", text)  # the first one written wins
         return verdict.decode()
 
     def _silent(
@@ -106,8 +102,8 @@ class RollCall:
     ) -> list[int]:
         """Return the ranks without an entry that `collective` waits for, directly or indirectly.
 
-        A rank that waits in another collective passes the search on to the ranks of that one. Reads
-        new entries from the store into `entries`.
+        For a rank that waits in another collective, the search continues with the ranks of that
+        collective. Reads new entries from the store into `entries`.
         """
         asked, silent = {self._rank}, []
         to_ask = [rank for rank in collective.ranks if rank != self._rank]
@@ -120,14 +116,14 @@ class RollCall:
                 entries[rank] = _Entry.from_json(store.get(str(rank)).decode())
             if rank not in entries:
                 silent.append(rank)
-            elif not entries[rank].has_reached(collective):  # it waits elsewhere: for whom?
+            elif not entries[rank].has_reached(collective):  # it waits in another collective
                 to_ask += entries[rank].collective.ranks
         return sorted(silent)
 
     def _describe(
         self, collective: CollectiveCall, entries: dict[int, _Entry], silent: list[int]
     ) -> str:
-        """Return the error text: the collective, the missing ranks, and where they waited."""
+        """Return the error text: the collective, the missing ranks, and where these waited."""
         others = [rank for rank in collective.ranks if rank != self._rank]
         missing = [r for r in others if r not in entries or not entries[r].has_reached(collective)]
         head = f"rank {self._rank}: {collective} did not end in time"

@@ -1,17 +1,7 @@
-"""CUDA streams and events, with None in their place on devices that run everything in order.
+"""CUDA streams and events; both are None on devices that run everything in order, such as CPU.
 
-On such a device, as on CPU, `on(None)` changes nothing, and nothing has to wait.
-
-[Note: Priorities] A multiprocessor that becomes free takes its next block from the stream of the
-highest priority. So a gather starts between two blocks of a long kernel, not after the kernel
-(unless that is persistent and its blocks stay until its end: then the gather must be launched
-before it). Compute runs on the default stream, of priority 0. All others are higher: streams made
-here (for gathers, copies to and from the host, and the ends of timed transfers) have -1; NCCL's,
-one for each process group, have the highest that torch offers: -3 on CUDA, -1 on ROCm.
-torch has 32 streams of each priority for a device and assigns them round robin: the 33rd is the
-first one again, and work on a shared stream is serialized. With priorities of their own, neither
-kind shares a stream with compute, on CUDA the two kinds share none with each other, and each has
-far fewer than 32. Source: c10/cuda/CUDAStream.cpp.
+There, `on(None)` changes nothing, and nothing has to wait. All streams made here have priority over
+compute. See [Note: Priorities] in docs/design/notes/communication.md.
 """
 
 from __future__ import annotations
@@ -41,11 +31,12 @@ Stream = torch.cuda.Stream
 Event = torch.cuda.Event
 
 _HERE = nullcontext()
+"""The context of `on(None)`, which changes nothing."""
 
 
 @cache
 def _has_streams(device: torch.device) -> bool:
-    has: bool = device.type == "cuda"  # cached: torch builds this string at each access
+    has: bool = device.type == "cuda"  # cached: torch builds the string `type` at each access
     return has
 
 
@@ -55,7 +46,7 @@ def new(device: torch.device) -> Stream | None:
 
 
 def current(device: torch.device) -> Stream | None:
-    """Return the stream that work is queued on now; None without streams."""
+    """Return the current stream, on which work is queued now; None without streams."""
     return torch.cuda.current_stream(device) if _has_streams(device) else None
 
 
@@ -82,10 +73,11 @@ def mark(device: torch.device, *, timed: bool = False) -> Event | None:
 def in_use(*tensors: Tensor) -> None:
     """Record the current stream as a user of `tensors`, all on one device or the host.
 
-    The allocator reuses freed memory on the stream that allocated it, without waiting for other
-    streams. After this call it also waits for the work that is queued on the recorded stream when
-    the memory is freed.
+    Without this call, memory that is freed is reused on the stream that allocated it, even if other
+    streams still read it. After this call it is reused only when the work that is queued on the
+    current stream at the time of the free is done.
     """
+    # The current stream is looked up once, and only if a tensor needs it.
     stream = None
     for tensor in tensors:
         if tensor.is_cuda:
@@ -94,16 +86,16 @@ def in_use(*tensors: Tensor) -> None:
 
 
 def serve(group: dist.ProcessGroup, device: str | None = None) -> bool:
-    """Return whether transfers of `group` run on streams, so that a wait makes a stream wait."""
+    """Return whether transfers of `group` run on streams: a wait then makes a stream wait."""
     return backend_name(group, device) == "nccl"
 
 
 def backend_name(group: dist.ProcessGroup, device: str | None = None) -> str:
     """Return the backend of `group` for tensors on `device` ("cpu", "cuda").
 
-    None: for CUDA tensors if the group serves them, else for CPU tensors. `dist.get_backend` does
-    not name it for a group made with "cpu:gloo", "cpu:gloo,cuda:nccl" or by `init_device_mesh`.
-    Raises ValueError if the group does not serve the device.
+    `device=None`: for CUDA tensors if the group supports them, else for CPU tensors.
+    `dist.get_backend` does not return it for a group made with "cpu:gloo", "cpu:gloo,cuda:nccl" or
+    by `init_device_mesh`. Raises ValueError if the group has no backend for the device.
     """
     config = dist.get_backend_config(group)  # such as cpu:gloo,cuda:nccl
     by_device = dict(item.split(":") for item in config.split(","))
@@ -111,8 +103,8 @@ def backend_name(group: dist.ProcessGroup, device: str | None = None) -> str:
     found = next((by_device[d] for d in devices if d in by_device), None)
     if found is None:
         raise ValueError(
-            f"the process group has the backends {config}, none for tensors on"
-            f" {' or '.join(devices)}: make it with one that has"
+            f"the process group has the backends {config}, none of them for tensors on"
+            f" {' or '.join(devices)}: make the group with a backend for these"
         )
     return found
 
@@ -120,6 +112,6 @@ def backend_name(group: dist.ProcessGroup, device: str | None = None) -> str:
 def nccl_options() -> Any:
     """Return new options for an NCCL process group whose stream has a high priority.
 
-    See [Note: Priorities].
+    See [Note: Priorities] in docs/design/notes/communication.md.
     """
     return dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)

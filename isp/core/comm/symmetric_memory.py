@@ -2,15 +2,8 @@
 
 N rows, n of them in use, D columns; p ranks. torch's kernels for it run on the current stream,
 allocate nothing and synchronize the ranks on the device, so a CUDA graph can capture them. The
-channel's log does not record these transfers. Unmeasured: nothing here has run on a GPU yet.
-
-[Note: Which kernels] These of torch's (2.11 to 2.13, CUDASymmetricMemoryOps.cu) are used:
-    reduce_scatter_out        reads the peers' rows, adds them up and writes to local memory
-    multimem_all_gather_out   one store reaches all ranks through the switch's multicast
-    multimem_all_reduce_      the switch adds and broadcasts, in place
-`fused_matmul_reduce_scatter` is not used: it allocates, and overlaps transfers with pieces of a
-matrix product, which is too small to split for a few tokens. Nor are the one-shot kernels: each
-rank reads the data of all ranks, and adds it in an order of its own.
+channel's log does not record these transfers. Nothing in this file has run on a GPU yet.
+See [Note: Which kernels] in docs/design/notes/communication.md.
 """
 
 from __future__ import annotations
@@ -28,13 +21,13 @@ from isp.core.torch_private import allocate_symmetric, has_multicast, share_symm
 __all__ = ["SymmetricRows", "why_no_symmetric_rows"]
 
 _ALIGNMENT = 16
-"""Bytes that a thread of the kernels moves at a time."""
+"""Bytes that a thread of torch's kernels moves at a time."""
 
 
 def why_no_symmetric_rows(
     channel: Channel, columns: int, *, device: torch.device, dtype: torch.dtype
 ) -> str:
-    """Return the reason why `SymmetricRows` cannot serve these ranks; empty if it can."""
+    """Return the reason why the channel's ranks cannot use `SymmetricRows`; empty if they can."""
     if device.type != "cuda":
         return f"it is memory of CUDA devices, and this one is {device}"
     if channel.size not in (2, 4, 8):
@@ -52,6 +45,7 @@ def why_no_symmetric_rows(
 
 
 def _on_one_machine(channel: Channel) -> bool:
+    """Return whether all ranks of the channel are on one machine, as torchrun placed them."""
     assert channel.group is not None
     ranks = dist.get_process_group_ranks(channel.group)
     per_machine = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # set by torchrun
@@ -59,7 +53,7 @@ def _on_one_machine(channel: Channel) -> bool:
 
 
 class SymmetricRows:
-    """A tensor `rows` [N, D] on each rank that the others can read and write.
+    """A tensor `rows` [N, D] on each rank, which all ranks of the channel can read and write.
 
     The constructor is a collective over the channel.
     """
@@ -70,20 +64,20 @@ class SymmetricRows:
         assert channel.group is not None
         self.rows = allocate_symmetric(rows, columns, dtype=dtype, device=device)
         self._handle = share_symmetric(self.rows, channel.group)
-        self._group_name = channel.group.group_name
+        self._group_name = channel.group.group_name  # torch's kernels find the buffers by it
         self._ops = torch.ops.symm_mem
 
     def reduce_scatter(self, x: Tensor, out: Tensor, _: Tag) -> None:
         """Sum x [n, D] over the ranks and write this rank's slice into out [n/p, D].
 
-        x is the first n of `rows`, on each rank.
+        x must be the first n of `rows`, on each rank.
         """
         self._ops.reduce_scatter_out(x.view(-1), self._group_name, False, out.view(-1))
 
     def all_gather(self, x: Tensor, out: Tensor, _: Tag) -> None:
         """Gather the ranks' x [n/p, D] into out [n, D].
 
-        `out` is the first n of `rows`, on each rank, and x this rank's slice of it.
+        `out` must be the first n of `rows`, on each rank, and x this rank's slice of `out`.
         """
         self._ops.multimem_all_gather_out(x, self._group_name, out)
 

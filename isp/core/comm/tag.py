@@ -21,37 +21,38 @@ BETWEEN_TWO = ("send", "recv")
 
 
 class Purpose(StrEnum):
-    """The reason for a transfer, set at its launch; it decides which compute can overlap it."""
+    """The purpose of a transfer, set at its launch; it decides which compute can overlap it."""
 
     WEIGHT = "weights"
-    """A full weight or bias, gathered to be read."""
+    """A full weight or bias, gathered for a layer that reads it."""
     WEIGHT_GRADIENT = "weight gradients"
     """The gradient of a full weight or bias, reduced over the ranks that share the weight."""
     REPLICA_GRADIENT = "gradients of replicas"
     """The gradient of a rank's parameters, reduced over the ranks that hold replicas of them."""
     PUBLISHED_WEIGHT = "updated weights"
-    """Parameter rows, sent by the ranks that have updated them."""
+    """Rows of parameters, sent by the rank that has updated them."""
     MATRIX = "matrices to update"
-    """Rows of momentum, gathered to whole matrices, and the rows of their updates."""
+    """Rows of momentum, gathered to whole matrices, and the rows of updates, sent back."""
     ACTIVATION = "activations"
-    """The input or output of a layer, or a tensor and its gradient around a mapping."""
+    """The input or output of a layer; the tensor, or its gradient, of a Megatron-LM mapping."""
     REGATHERED_ACTIVATION = "activations, gathered again"
     """A layer's input, gathered in backward while the gradient of the input is computed."""
     OUTPUT_GRADIENT = "gradients of outputs"
+    """The gradient of a layer's output, gathered before its backward."""
     INPUT_GRADIENT = "gradients of inputs"
-    """The gradient of a layer's input, in flight while that of its weight is computed."""
+    """The gradient of a layer's input, in flight while the weight's gradient is computed."""
     HEADS = "heads"
-    """The exchange of sequence for heads around attention, and the gradients."""
+    """The exchange of tokens for heads before attention, back after it, and the gradients."""
     SCAN_HEADS = "heads of scans"
-    """The exchange of sequence for heads around a scan, and the gradients."""
+    """The exchange of tokens for heads before a scan, back after it, and the gradients."""
     EXPERTS = "tokens of experts"
     """Tokens sent to their experts, the results sent back, and the gradients of both."""
     KEYS = "keys and values"
-    """Keys and values that a context rank attends to and others hold, and their gradients."""
+    """Keys and values of other context ranks that a rank attends to, and their gradients."""
     HALO = "halos"
-    """Tokens before a rank's slices, for a convolution, and their gradients."""
+    """Tokens before a rank's slices of documents, for a convolution, and their gradients."""
     STATES = "states"
-    """States of a scan before a rank's slices, and their gradients."""
+    """States of a scan before a rank's slices of documents, and their gradients."""
     LOGITS = "logits"
     """Logits and their gradients."""
     LOSS = "loss"
@@ -59,8 +60,9 @@ class Purpose(StrEnum):
     STAGE_ACTIVATION = "activations between stages"
     """Activations between pipeline stages, and their gradients."""
     BLOCK_INPUT = "inputs of blocks"
-    """A block's input, gathered for its recompute, or copied to the host and back for it."""
+    """A block's input for recomputation, gathered, or copied to the host and back."""
     DATA = "data"
+    """Batches."""
     CONTROL = "numbers"
     """Metrics, norms and decisions that the ranks agree on."""
 
@@ -70,7 +72,7 @@ class Tag(NamedTuple):
 
     purpose: Purpose = Purpose.CONTROL
     layer: str = ""
-    """Path of the layer or parameter in the model; empty for a transfer of several or of none."""
+    """Path of the layer or parameter in the model; empty if there are several or none."""
     tensor: str = ""
     """Name of the tensor, such as `weight.grad`, or a description of it."""
 
@@ -82,7 +84,7 @@ UNNAMED = Tag()
 """The default tag: control data without a name."""
 
 MAPPING = Tag(Purpose.ACTIVATION, tensor="mapping")
-"""The default tag of Megatron-LM's moves of activations."""
+"""The tag of Megatron-LM's mappings, such as `copy_to_tensor_model_parallel_region`."""
 
 
 class Transfer(NamedTuple):
@@ -95,17 +97,18 @@ class Transfer(NamedTuple):
     """Name of the channel, usually that of its mesh axis; `offload` for copies of one rank."""
     tag: Tag
     sent_bytes: int
-    """Bytes that this rank must send to others by the definition of the collective."""
+    """Bytes that this rank must send to other ranks, by the definition of the collective."""
 
 
 class CollectiveCall(NamedTuple):
-    """One collective, send or receive, in a form that errors show and all its ranks agree on."""
+    """The identity of a collective, send or receive: equal on all its ranks, shown in errors."""
 
     kind: str
     """Kind as in `Transfer.kind`."""
     label: str
     """Text of the tag."""
     channel: str
+    """Name of the channel."""
     ranks: list[int]
     """World ranks of the group; sender and receiver for a send or recv."""
     number: int
@@ -113,7 +116,7 @@ class CollectiveCall(NamedTuple):
 
     @property
     def group(self) -> str:
-        """Return the name of the group, or of the line from sender to receiver."""
+        """Return the name of the group, or of the connection from sender to receiver."""
         if self.kind in BETWEEN_TWO:
             return f"{self.channel} line from rank {self.ranks[0]} to rank {self.ranks[1]}"
         return f"{self.channel} group {self.ranks}"

@@ -19,13 +19,13 @@ from isp.core.mesh.phase import Phase
 __all__ = ["CommLog", "CommTotals", "DeviceClock", "Observer", "TimedTransfer", "covered"]
 
 _RENEWED_AFTER_MS = 1000.0
-"""Age at which `DeviceClock` renews its zero point, in milliseconds. CUDA returns the time between
-two events in float32, so a longer time has a coarser resolution."""
+"""Age at which `DeviceClock` renews its zero point, in milliseconds: CUDA returns the time between
+two events in float32, so a long time has a coarse resolution."""
 
 
 @dataclass(slots=True)
 class TimedTransfer:
-    """A `Transfer` and its times, in seconds of `time.perf_counter`.
+    """The record of a `Transfer` with its times, in seconds of `time.perf_counter`.
 
     On CUDA the times come from events on the device and are filled in by `CommLog.settle`.
     """
@@ -35,14 +35,15 @@ class TimedTransfer:
     tag: Tag
     sent_bytes: int
     launched: float
+    """Time of the launch."""
     ended: float = 0.0
-    """End of the transfer; 0 while it is in flight."""
+    """Time of the end of the transfer; 0 while it is in flight."""
     exposed: float = 0.0
     """Seconds for which its `wait` blocked compute."""
     waited: bool = False
-    """True once it has been waited for; until then `exposed` is unknown."""
+    """True once the transfer has been waited for; until then `exposed` is unknown."""
     wait_began: float = 0.0
-    """Start of the wait."""
+    """Time of the start of the wait."""
     phase: Phase = Phase.OTHER
     """Phase of the step at the launch."""
     block: str = ""
@@ -60,21 +61,21 @@ class TimedTransfer:
 
     @property
     def began(self) -> float:
-        """Return the time from which it counts as in flight.
+        """Return the time from which the transfer counts as in flight.
 
-        That is its launch, but the begin of its wait for a send or recv.
-        Receives are posted long before the sender is ready, and gloo reports the end of neither.
+        That is its launch; for a send or recv, the begin of the wait: receives are posted long
+        before the sender is ready, and gloo does not report the end of a send or recv.
         """
         return self.wait_began if self.is_between_two else self.launched
 
     @property
     def duration(self) -> float:
-        """Return the seconds for which it was in flight."""
+        """Return for how many seconds the transfer was in flight."""
         return max(0.0, self.ended - self.began)
 
     @property
     def arrived(self) -> float:
-        """Return the time of arrival for the waiter: the end of the wait if it had to wait."""
+        """Return when the result could be used: at the end of the wait, if compute had to wait."""
         if self.wait_began < self.ended:
             return max(self.ended, self.wait_began + self.exposed)
         return self.ended
@@ -82,17 +83,17 @@ class TimedTransfer:
     def timed_on_host(
         self, work: dist.Work, wait: Callable[[], None], arrival: float, *, listens: bool
     ) -> Callable[[], None]:
-        """Return a function that calls `wait`, which blocks until `work` is done, and notes times.
+        """Return a function that calls `wait`, which blocks until `work` ends, and records times.
 
-        It does not return before `arrival`. Unless the log `listens`, the transfer counts as
-        ended when the wait returns, without a callback: one that is pending when the interpreter
-        exits would be called from a thread of gloo, and abort the process.
+        It does not return before `arrival`. If the log `listens`, a callback records when `work`
+        ends, else the transfer counts as ended when the wait returns: a callback that is pending
+        when the interpreter exits is called from a thread of gloo, and aborts the process.
         """
 
         def note_end(_: object) -> None:
             self.ended = max(time.perf_counter(), arrival)
 
-        # gloo's reduce-scatter, send and recv have no future: they count as ended with the wait.
+        # gloo's reduce-scatter, send and recv have no future: they count as ended after the wait.
         if listens:
             with suppress(RuntimeError):
                 work.get_future().add_done_callback(note_end)
@@ -113,14 +114,17 @@ class CommTotals(NamedTuple):
     """Totals over the transfers of a step."""
 
     num_transfers: int
+    """Number of transfers."""
     sent_bytes: int
+    """Bytes that this rank has sent."""
     comm_seconds: float
     """Seconds in which at least one transfer was in flight."""
     exposed_seconds: float
+    """Seconds for which waits blocked compute."""
 
 
 class DeviceClock:
-    """A conversion of events of `device` to `time.perf_counter`; its constructor synchronizes."""
+    """Converts events of `device` to `time.perf_counter` seconds; the constructor synchronizes."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -128,7 +132,7 @@ class DeviceClock:
         """Stream that was current when the clock was made. A wait on any other delays no compute,
         and counts as not exposed."""
         self._zero = self.mark()
-        self._zero.synchronize()
+        self._zero.synchronize()  # so that the host's time below is that of the event
         self._seconds = time.perf_counter()
 
     def mark(self) -> streams.Event:
@@ -138,10 +142,10 @@ class DeviceClock:
         return event
 
     def __call__(self, event: streams.Event) -> float:
-        """Return the time at which `event`, which must have completed, was reached."""
+        """Return the time at which the device passed `event`, which must have completed."""
         milliseconds: float = self._zero.elapsed_time(event)
         seconds = self._seconds + milliseconds / 1e3
-        if milliseconds > _RENEWED_AFTER_MS:  # keep differences short, and so precise
+        if milliseconds > _RENEWED_AFTER_MS:  # short differences are precise
             self._zero, self._seconds = event, seconds
         return seconds
 
@@ -150,10 +154,10 @@ class Observer(Protocol):
     """Receiver of the events of a log, such as a profile of a step."""
 
     def launched(self, transfer: TimedTransfer) -> None:
-        """Record the launch of `transfer`, whose later times are filled in as they are known."""
+        """Record the launch of `transfer`, whose later times are filled in once they are known."""
 
     def entered(self, phase: Phase, block: str) -> None:
-        """Record that `block` is computed from now on, in `phase`."""
+        """Record that from now on `block` is computed, in `phase`."""
 
 
 class _Timed(NamedTuple):
@@ -166,7 +170,7 @@ class _Timed(NamedTuple):
     begin: streams.Event
     """Begin of the wait."""
     finish: streams.Event
-    """End of the wait; `begin` itself if compute did not wait."""
+    """End of the wait; the event `begin` if compute did not wait."""
 
     def is_over(self) -> bool:
         """Return whether the device has passed the ends of the transfer and of its wait."""
@@ -174,9 +178,10 @@ class _Timed(NamedTuple):
 
     def settle(self) -> None:
         """Fill in the times of the transfer; blocks the host until its events are complete."""
-        self.end.synchronize()  # on another stream than `finish`, which does not imply it
+        self.end.synchronize()  # `end` is on another stream: `finish` does not imply it
         self.finish.synchronize()
         transfer = self.transfer
+        # Short times between events are precise; only the launch is converted by the clock.
         transfer.launched = self.clock(self.launch)
         transfer.ended = transfer.launched + self.launch.elapsed_time(self.end) / 1e3
         transfer.wait_began = transfer.launched + self.launch.elapsed_time(self.begin) / 1e3
@@ -193,7 +198,7 @@ class CommLog:
     transfers: list[TimedTransfer] = field(default_factory=list)
     """Records kept since the last `take`."""
     phase: Phase = Phase.OTHER
-    """Current phase of the step."""
+    """Phase of the step that runs now."""
     block: str = ""
     """Part of the model that is computed now; set while there is an observer."""
     observer: Observer | None = None
@@ -236,7 +241,7 @@ class CommLog:
         return transfer
 
     def enter(self, phase: Phase, block: str = "") -> None:
-        """Set what is computed from now on."""
+        """Set the phase, and the part of the model, that is computed from now on."""
         self.phase, self.block = phase, block
         if self.observer is not None:
             self.observer.entered(phase, block)
@@ -244,11 +249,11 @@ class CommLog:
     def timed_on_device(
         self, transfer: TimedTransfer, start: Callable[[], dist.Work], ends: streams.Stream | None
     ) -> Callable[[], None]:
-        """Start the transfer; return a function that makes the current stream wait, not the host.
+        """Start the transfer; return a function by which the current stream waits, not the host.
 
         With a clock, events before and after the transfer and its wait give the times. The end is
-        an event on `ends`, a stream that only waits for the transfers of one channel: they end
-        there in the order of their launches, as in the backend, and delay no other work.
+        an event on `ends`, a stream that only waits for the transfers of one channel: so the event
+        comes as soon as the transfer ends, and no other work is delayed.
         """
         clock = self.clock
         if clock is None:
@@ -262,16 +267,17 @@ class CommLog:
 
         launch, work = clock.mark(), start()
         with streams.on(ends):
-            work.wait()  # makes `ends` wait, so that the event below marks the transfer's end
+            work.wait()  # makes `ends` wait: the event below is at the transfer's end
             end = clock.mark()
 
         def timed() -> None:
             begin = finish = clock.mark()
             work.wait()
+            # A wait on another stream delays no compute, so it counts as no time.
             if streams.current(clock.device) == clock.compute:
                 finish = clock.mark()
             transfer.waited = True
-            if self.clock is not None:
+            if self.clock is not None:  # None: `unwatch` was called after the launch
                 self._timed.append(_Timed(transfer, self.clock, launch, end, begin, finish))
 
         return timed
@@ -296,7 +302,7 @@ class CommLog:
         """Return the transfers that have been waited for; leave the others for a later call.
 
         So a transfer in flight between two steps counts for the step that waits for it. On CUDA
-        this does not synchronize: transfers whose wait the device has not passed are left, too.
+        this does not synchronize: transfers whose wait the device has not passed are left as well.
         Raises RuntimeError without an earlier `collect`.
         """
         self._check_collects()
@@ -307,6 +313,7 @@ class CommLog:
             else:
                 under_way.append(timed)
         self._timed = under_way
+        # By `id`, as records are not hashable.
         unsettled = {id(timed.transfer) for timed in under_way}
         taken, self.transfers = self.transfers, []
         complete: list[TimedTransfer] = []
@@ -322,7 +329,7 @@ class CommLog:
 
     def _check_collects(self) -> None:
         if not self._collects:
-            raise RuntimeError("nothing was kept of what crossed: call collect() before it does")
+            raise RuntimeError("no transfers were recorded: call collect() before their launch")
 
     @staticmethod
     def totals(transfers: list[TimedTransfer]) -> CommTotals:

@@ -1,4 +1,4 @@
-"""Start and end of a run's world (`World`), and the process groups of a topology (`Mesh`)."""
+"""Start and end of the processes of a run (`World`), and their process groups (`Mesh`)."""
 
 from __future__ import annotations
 
@@ -36,24 +36,24 @@ __all__ = ["RENDEZVOUS_FILE", "Channels", "Mesh", "World", "decided_by_rank_0", 
 logger = logging.getLogger(__name__)
 
 RENDEZVOUS_FILE = "ISP_RENDEZVOUS_FILE"
-"""Environment variable with a private file for the rendezvous of one machine, without a port."""
+"""Environment variable: path of a private file for a rendezvous on one machine, without a port."""
 
 _CONNECT = timedelta(seconds=5)
-"""Timeout of a connection to an address that may be that of an earlier, dead rank 0."""
+"""Timeout of a connection to an address that may be of an earlier, dead rank 0."""
 
 _FAULT_READ_SECONDS = 60.0
-"""Longest wait of ranks, before they end, until all have read an error of rank 0."""
+"""How long ranks wait at most, before they end, until all have read an error of rank 0."""
 
-_TOLD_OF_SENDS = "TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING"
-"""Variable that turns on a warning of torch's: sends of one group are serialized. Our pipelines
+_SERIALIZATION_WARNING = "TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING"
+"""Environment variable for torch's warning that sends of one group are serialized. Our pipelines
 expect that, so it is set to false."""
 
 
 def use_loopback() -> None:
     """Bind the sockets of this process and of ranks it starts to the loopback interface.
 
-    Call this if all ranks are on one machine: backends otherwise bind to the address of the host
-    name, which other machines can reach. Interfaces that the user has chosen stay.
+    Call this if all ranks are on one machine: otherwise backends bind to the address of the host
+    name, which other machines can reach. Interfaces that the user has set are kept.
     """
     loopback = next((name for _, name in socket.if_nameindex() if name.startswith("lo")), None)
     if loopback is not None:
@@ -63,7 +63,7 @@ def use_loopback() -> None:
 
 @dataclass
 class World:
-    """The processes of a run and this one's rank; a context in which collectives work.
+    """The processes of a run and the rank of this one; a context in which collectives work.
 
     Reads torchrun's environment (RANK, WORLD_SIZE, LOCAL_RANK). A world of one process starts no
     process group. `expands_segments`: see `cuda.expand_segments`.
@@ -75,10 +75,11 @@ class World:
     rank: int = field(default_factory=lambda: rank_and_size()[0])
     size: int = field(default_factory=lambda: rank_and_size()[1])
     store: Store | None = None
-    """Store of an earlier rendezvous, as by `decided_by_rank_0`; None: a rendezvous on entering."""
+    """Store by which the ranks have met, from `decided_by_rank_0`; None: they have not met yet."""
 
     def __post_init__(self) -> None:
-        # Not in __enter__: reading a device's size before that starts CUDA, which reads the value.
+        # Not in __enter__: code that asks for the device's memory before it initializes CUDA, which
+        # reads the number of connections then.
         if self.device.type == "cuda":
             cuda.use_more_connections()
             if self.rank == 0 and (warning := cuda.few_connections(self.size)):
@@ -99,12 +100,12 @@ class World:
             if self.device.type == "cuda":
                 options = streams.nccl_options()
                 set_options_timeout(options, timeout)
-                # device_id makes NCCL connect now, on this device, not at the first collective.
+                # With device_id NCCL connects now, on this device, not in the first collective.
                 device_options = {"device_id": self.device, "pg_options": options}
-                os.environ.setdefault(_TOLD_OF_SENDS, "false")
+                os.environ.setdefault(_SERIALIZATION_WARNING, "false")
             dist.init_process_group(
                 self.backend,
-                store=self.store or _meeting_place(timeout),
+                store=self.store or _rendezvous_store(timeout),
                 rank=self.rank,
                 world_size=self.size,
                 timeout=timeout,
@@ -113,7 +114,7 @@ class World:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        # After an error other ranks may be gone, and destroying the group could hang: just exit.
+        # After an error other ranks may be gone, and destroying the group could hang.
         if kind is None and dist.is_initialized():
             dist.destroy_process_group()
 
@@ -123,14 +124,14 @@ def decided_by_rank_0(
 ) -> tuple[list[str], Store | None]:
     """Call `decide` on rank 0; return its result on all ranks, and the store for `World`.
 
-    For decisions before the world starts that depend on files, which may differ between machines.
-    A ValueError or OSError of rank 0 is raised on all ranks, on the others as ValueError. The
-    others also raise ValueError after `timeout_seconds` (comm.init_timeout_seconds).
+    For decisions that depend on files, which may differ between machines, before the world starts.
+    A ValueError or OSError of rank 0 is raised on all ranks, on the others as ValueError. The other
+    ranks also raise ValueError after `timeout_seconds` (comm.init_timeout_seconds).
     """
     rank, size = rank_and_size()
     if size == 1:
         return decide(), None
-    store, key = _meeting_place(timedelta(seconds=timeout_seconds)), "isp/decided_by_rank_0"
+    store, key = _rendezvous_store(timedelta(seconds=timeout_seconds)), "isp/decided_by_rank_0"
     if rank == 0:
         try:
             decided = decide()
@@ -144,12 +145,12 @@ def decided_by_rank_0(
         found = store.get(key)
     except dist.DistStoreError as error:
         raise ValueError(
-            f"rank {rank} has waited comm.init_timeout_seconds={timeout_seconds:g} for what rank 0"
-            " chooses for all ranks: set it higher if rank 0 is still searching"
+            f"rank {rank} has waited comm.init_timeout_seconds={timeout_seconds:g} for rank 0 to"
+            " decide for all ranks: set it higher if rank 0 needs more time to read files"
         ) from error
     decided, fault = json.loads(found)
     if fault:
-        # Acknowledge the fault: rank 0 may end, and its store with it, only after all have read it.
+        # Acknowledge the fault: rank 0, with the store, must not end before all have read it.
         store.set(f"{key}/{rank}", "")
         _wait_for_readers(store, key, size, timeout_seconds)
         raise ValueError(fault)
@@ -157,7 +158,7 @@ def decided_by_rank_0(
 
 
 def _wait_for_readers(store: Store, key: str, size: int, timeout_seconds: float) -> None:
-    """Wait until all ranks but rank 0 have read its fault, for a minute at most.
+    """Wait until all other ranks have read the fault of rank 0, for a minute at most.
 
     The store may end with rank 0, and torchrun ends rank 0 when another rank of its machine fails.
     So all ranks wait here before they raise: ranks of other machines may start later.
@@ -167,14 +168,14 @@ def _wait_for_readers(store: Store, key: str, size: int, timeout_seconds: float)
         store.wait([f"{key}/{other}" for other in range(1, size)], patience)
 
 
-def _meeting_place(timeout: timedelta) -> Store:
-    """Return the store for the rendezvous.
+def _rendezvous_store(timeout: timedelta) -> Store:
+    """Return the store by which the ranks of this start meet.
 
     Ranks started by `isp .. --nproc` use its private file, all others the store of torchrun, or of
-    MASTER_ADDR and MASTER_PORT. torchrun of torch 2.13 keeps its store when it restarts ranks,
-    which then may read the addresses of dead ones. So on one machine each start has keys of its
-    own. On several machines, which count restarts differently, rank 0 opens another store, which
-    ends with it (`_store_of_this_start`). Raises ValueError if the port is in use.
+    MASTER_ADDR and MASTER_PORT. torchrun of torch 2.13 keeps its store when it restarts ranks, and
+    these may then read the addresses of dead ranks. So on one machine each start has keys of its
+    own. On several machines, which count restarts differently, rank 0 opens a new store, which ends
+    with rank 0 (`_store_of_this_start`). Raises ValueError if the port is in use.
     """
     if file := os.environ.get(RENDEZVOUS_FILE):
         private = FileStore(file, int(os.environ["WORLD_SIZE"]))
@@ -200,13 +201,14 @@ def _meeting_place(timeout: timedelta) -> Store:
 def _store_of_this_start(kept: Store, rank: int, timeout: timedelta) -> Store:
     """Return a new store of rank 0, whose address the others read from `kept`, torchrun's store.
 
-    A rank that reads the address of an earlier rank 0 gets no connection, and reads it again.
+    A rank that has read the address of an earlier rank 0 gets no connection, and reads it again.
     Raises DistNetworkError or DistStoreError if there is no connection before `timeout`.
     """
     place, end = "isp/store_of_rank_0", time.monotonic() + timeout.total_seconds()
     if rank == 0:
-        # MASTER_ADDR is torchrun's machine, maybe not this one: take the local address of a
-        # connection to it, which other machines can reach. On its own machine that is loopback.
+        # MASTER_ADDR is torchrun's machine, which may be another one. The local address of a
+        # connection to it is one that other machines can reach, except on torchrun's own machine,
+        # where it is loopback.
         main = os.environ["MASTER_ADDR"]
         with socket.create_connection((main, int(os.environ["MASTER_PORT"]))) as connection:
             own = connection.getsockname()[0]
@@ -235,10 +237,10 @@ class Channels(Protocol):
 class Mesh:
     """This rank's channels, one for each axis of a topology.
 
-    Needs the default process group, unless the world is one rank. Without `backend` that group
-    serves `Axis.WORLD`; with `backend`, as where user code has made the default group, all groups
-    are new and use it. All ranks must make the same meshes and `open` the same channels in the same
-    order.
+    Needs the default process group, unless the world is one rank. Without `backend` the default
+    group is also that of `Axis.WORLD`. With `backend`, for a default group that user code has made,
+    all groups are new and use that backend. All ranks must make the same meshes and `open` the same
+    channels in the same order.
     """
 
     def __init__(
@@ -273,7 +275,7 @@ class Mesh:
         return self._channels[axis]
 
     def open_host(self, axis: Axis, name: str) -> Channel:
-        """Return a channel along `axis` for values in CPU memory: the axis' own one on gloo.
+        """Return a channel along `axis` for values in CPU memory; a new one unless it uses gloo.
 
         All groups of the axis must have the same size.
         """
@@ -289,7 +291,7 @@ class Mesh:
         return self.opened[-1]
 
     def open(self, axis: Axis, name: str, *, sum_locally: bool | None = None) -> Channel:
-        """Open a further channel along `axis`; its transfers do not queue after the first one's."""
+        """Open another channel along `axis`, whose transfers do not queue after the first one's."""
         return self._add(axis, name, self._make_group(axis, name), sum_locally=sum_locally)
 
     def _add(
@@ -300,6 +302,7 @@ class Mesh:
         *,
         sum_locally: bool | None = None,
     ) -> Channel:
+        """Return a new channel over `group`, and record it and its members."""
         channel = Channel(group, name=name, log=self.log, sum_locally=sum_locally)
         self.opened.append(channel)
         if group is not None:
@@ -315,9 +318,9 @@ class Mesh:
         return self._groups[home]
 
     def _make_group(self, axis: Axis, name: str) -> dist.ProcessGroup | None:
-        """Make this rank's process group along `axis`, called `name` in torch's messages.
+        """Return a new process group of this rank along `axis`, `name` in torch's messages.
 
-        Returns None for a rank that is alone in it.
+        Returns None for a group of one rank.
         """
         groups = self.topology.groups(axis)
         if all(len(ranks) == 1 for ranks in groups):
@@ -325,10 +328,10 @@ class Mesh:
         if axis is Axis.WORLD and self._backend is None:
             assert dist.get_world_size() == self.topology.world_size
             return dist.group.WORLD
-        # [Note: Local groups] Only the members make a group: a world of 1,024 ranks has over 500
-        # groups along some axes, and each rank is in one of them. torch derives a group's name from
-        # the number of groups made before it, which must agree on all members of later groups: so a
-        # rank that is alone makes one as well, if other ranks along the axis are not.
+        # Only its members make a group (`use_local_synchronization`): a world of 1,024 ranks has
+        # over 500 groups along some axes, and each rank is in one of them. torch derives a group's
+        # name from the number of groups that a rank has made, which must agree on all members of
+        # later groups. So a rank that is alone makes a group, too, if other ranks of the axis do.
         own = next(ranks for ranks in groups if self.rank in ranks)
         backend = self._backend or dist.get_backend()
         made = dist.new_group(

@@ -1,4 +1,4 @@
-"""`broadcast_data`, which sends a batch from the first rank of a group, shapes included."""
+"""`broadcast_data`, which sends a batch and its shapes from the first rank of a group to all."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _FAULTS = {
     -2: "data[{key!r}] is not a tensor of {dtype}",
     -3: "data[{key!r}] has more than 8 dims",
 }
-"""Error texts for the negative codes that a header has in place of the number of dims."""
+"""Error texts, by the code that a header has instead of the number of dims."""
 
 
 def broadcast_data(
@@ -34,11 +34,12 @@ def broadcast_data(
     channel: Channel,
     device: torch.device = _CPU,
 ) -> dict[str, Tensor]:
-    """Broadcast the tensors under `keys` in `data` of the channel's first rank to all its ranks.
+    """Broadcast the tensors under `keys` in `data` from the channel's first rank to all its ranks.
 
-    All must have `dtype`; their shapes may differ. `data` is read on the first rank only. Uses two
-    broadcasts, one of shapes and one of all values. The results are on `device` of each rank. On a
-    channel of one rank nothing is sent, and tensors that are on `device` are returned themselves.
+    All must have `dtype`; their shapes may differ. `data` is read on the first rank only. There are
+    two broadcasts, one of all shapes and one of all values. The results are on each rank's
+    `device`. On a channel of one rank nothing is sent, and tensors that are already on `device` are
+    returned as they are.
 
     Raises ValueError on all ranks, before values are sent, if a tensor is missing, has another
     dtype, or has more than 8 dims; the text names the key.
@@ -48,7 +49,7 @@ def broadcast_data(
     if len(set(keys)) < len(keys):
         raise ValueError(f"a key is named twice: {list(keys)}")
     own = dict(data or {}) if channel.rank == 0 else {}
-    # A fault travels in the header: if the first rank raised alone, the others would hang.
+    # A fault is sent in the header: if only the first rank raised, the others would hang.
     table = torch.tensor([_header(own.get(key), dtype) for key in keys], dtype=torch.int64)
     if keys:
         table = channel.broadcast_(table.to(device), tag=_TAG).wait()
@@ -58,6 +59,7 @@ def broadcast_data(
             raise ValueError(_FAULTS[num_dims].format(key=key, dtype=dtype))
     if channel.size == 1:
         return {key: pinned_memory.send(own[key], device) for key in keys}
+    # All values in one message; each rank cuts it by the shapes.
     shapes = [dims[:num_dims] for num_dims, *dims in headers]
     sizes = [math.prod(shape) for shape in shapes]
     payload = torch.empty(sum(sizes), dtype=dtype, device=device)
@@ -70,7 +72,7 @@ def broadcast_data(
 
 
 def _header(value: object, dtype: torch.dtype) -> tuple[int, ...]:
-    """Return the number of dims of a tensor, or a code of `_FAULTS`; then its shape and zeros."""
+    """Return 1 + `_MAX_DIMS` numbers: number of dims, or a code of `_FAULTS`; shape; zeros."""
     if not isinstance(value, Tensor) or value.dtype != dtype:
         return -1 if value is None else -2, *(0,) * _MAX_DIMS
     if value.dim() > _MAX_DIMS:

@@ -8,21 +8,13 @@ last, of which the first is sharded.
     row + norm       residual += x W^T + b; norm of it   [S, B, I/p] -> [S, B, D]
 
 Between a row linear and the next column linear a rank has only its own tokens. One call of the
-workspace reduce-scatters the output of the row linear, adds it to the residual, norms and
-all-gathers it: by symmetric memory if the device has it, else by the channel. The layers read the
-weights of trained layers, and do not change them.
+workspace reduce-scatters the output of the row linear, adds it to the residual, computes the norm
+and all-gathers it: by symmetric memory if the device has it, else by the channel. The layers read
+the weights of trained layers, and do not change them.
 
-[Note: Tokens that are not split] If S is not divisible by p, as when few sequences are decoded,
-all ranks have all tokens: the sum over the ranks is all-reduced, and each rank adds and norms all
-tokens. This sends the same number of bytes in one collective instead of two, and the norm of a few
-tokens costs next to nothing. A workspace that never splits is mtp, one that does is msp.
-
-[Note: Static buffers] The layers write their results into buffers that are made once, for
-`max_tokens`: no call allocates, the host reads nothing back, and a CUDA graph finds the same
-addresses at each replay. So a result is valid only until the next call that writes to its buffer:
-of a row linear, until the next row linear, embedding or norm of the workspace (a column linear that
-is given a `Residual` computes a norm), or, if tokens are split, until the next row linear or
-embedding; of a column linear, until the next one of its slot.
+If S is not divisible by p, all ranks have all tokens. See [Note: Tokens that are not split] in
+docs/design/notes/megatron.md. A result is valid only until another layer writes to the same buffer.
+See [Note: Static buffers] there.
 
 Source: Megatron-LM, core/tensor_parallel/inference_layers.
 """
@@ -62,7 +54,7 @@ CPU = torch.device("cpu")
 
 
 class InferenceLayerNormColumnParallelLinear(nn.Module):
-    """y = norm(x) W^T + b with sharded outputs: W [O/p, I], b [O/p] of a trained layer.
+    """A column linear for inference: y = norm(x) W^T + b, with W [O/p, I], b [O/p] of `linear`.
 
         y = layer(x)      # one value, not (y, bias): the bias is added
 
@@ -71,8 +63,9 @@ class InferenceLayerNormColumnParallelLinear(nn.Module):
     y    [S, B, O/p], valid until the next call of a layer with the same `slot` (by default the
          layer itself) and the same O/p
 
-    Raises ValueError if the trained layer is not one of mtp, msp or fsp over the workspace's group,
-    has options that inference lacks, or norms another size than the workspace's.
+    `linear` is a trained layer. Raises ValueError if it is not one of mtp, msp or fsp over the
+    workspace's group, has options that inference does not support, or has a norm and another input
+    size than the workspace.
     """
 
     def __init__(
@@ -93,12 +86,16 @@ class InferenceLayerNormColumnParallelLinear(nn.Module):
         self._out: Tensor | None = None
 
     def forward(self, x: Residual | Tensor) -> Tensor:
-        """Return y [S, B, O/p] of the residual or of its norm [S, B, I]."""
+        """Return y [S, B, O/p] for a residual, whose norm is computed here, or a norm [S, B, I]."""
         if isinstance(x, Residual):
             if self.norm is None:
-                raise ValueError(f"{self.linear.title} was made without a norm: give it one")
+                raise ValueError(
+                    f"{self.linear.title} was made without a norm, which a Residual needs: make it"
+                    " with norm="
+                )
             x = self.workspace.norm(x, self.norm, layer=self.linear.name)
         _check_features(self.linear, x, self._weight)
+        # The view is kept until the number of tokens changes: making one takes the host's time.
         out, tokens = self._out, x.shape[:-1]
         if out is None or out.shape[:-1] != tokens:
             out = self._out = self.workspace.first(self._buffer, tokens)
@@ -107,10 +104,10 @@ class InferenceLayerNormColumnParallelLinear(nn.Module):
 
 
 class InferenceRowParallelLinear(nn.Module):
-    """y = x W^T + b with sharded inputs: W [O, I/p], b [O] of a trained layer.
+    """A row linear for inference: y = x W^T + b, with W [O, I/p], b [O] of a trained layer.
 
         y = layer(x)                                 # one value, not (y, bias)
-        normed = layer.add_norm(x, residual, norm)   # residual += y, and its norm
+        normed = layer.add_norm(x, residual, norm)   # residual += y, then the norm of residual
 
     x         [S, B, I/p]
     y         [S/p, B, O], or [S, B, O] if tokens are not split; valid as in [Note: Static buffers]
@@ -127,7 +124,7 @@ class InferenceRowParallelLinear(nn.Module):
         self._weight, self._bias = _own(linear)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return y for this rank's tokens: x [S, B, I/p] -> [S/p, B, O], or [S, B, O]."""
+        """Return y of this rank's tokens: x [S, B, I/p] -> [S/p, B, O]; [S, B, O] if not split."""
         tokens = self._partial(x)
         y = self.workspace.reduce(tokens, self.linear.name)
         if self._bias is not None:
@@ -135,13 +132,14 @@ class InferenceRowParallelLinear(nn.Module):
         return y.view(-1, *tokens[1:], y.shape[-1])
 
     def add_norm(self, x: Tensor, residual: Residual, norm: Norm) -> Tensor:
-        """Add y to the residual, and return the norm of the sum: x [S, B, I/p] -> [S, B, O]."""
+        """Add y of x [S, B, I/p] to the residual, and return the norm of the sum, [S, B, O]."""
         self._partial(x)
+        # The bias is added after the sum over the ranks, once.
         layer = self.linear.name
         return self.workspace.add_norm(residual, norm, bias=self._bias, layer=layer)
 
     def _partial(self, x: Tensor) -> Sequence[int]:
-        """Write x W^T, this rank's part of the sum, to the workspace; return the token sizes."""
+        """Write x W^T, this rank's part of the sum, to the workspace; return the sizes [S, B]."""
         _check_features(self.linear, x, self._weight)
         tokens = x.shape[:-1]
         _multiply(x, self._weight, None, self.workspace.partial(tokens))
@@ -149,7 +147,7 @@ class InferenceRowParallelLinear(nn.Module):
 
 
 class InferenceVocabParallelEmbedding(nn.Module):
-    """An embedding with a trained table [V/p, D] sharded by vocabulary: ids [S, B] -> `Residual`.
+    """An embedding for inference, with a trained table [V/p, D]: ids [S, B] -> `Residual`.
 
     Raises ValueError like the column linear, and if D is not the size of the workspace.
     """
@@ -163,13 +161,13 @@ class InferenceVocabParallelEmbedding(nn.Module):
         self._foreign = workspace.buffer(1, torch.bool)
 
     def forward(self, ids: Tensor) -> Residual:
-        """Return the residual that begins with the rows of ids [S, B]."""
+        """Return the residual, filled with the embeddings of ids [S, B]."""
         workspace, weight, tokens = self.workspace, self.table.weight.detach(), ids.shape
         partial = workspace.partial(tokens)
         count = len(partial)
         ((start, stop),) = self.table.layouts["weight"].intervals()
-        # Ids of other ranks' rows look up a row of this rank, which is then replaced by zeros:
-        # shapes stay fixed, and the host reads nothing.
+        # An id of another rank looks up some row of this rank, which is then replaced by zeros.
+        # So shapes are fixed, and the host reads nothing from the device.
         wanted, row, foreign = self._wanted[:count], self._row[:count], self._foreign[:count]
         torch.sub(ids.view(-1), start, out=wanted)
         torch.clamp(wanted, 0, stop - start - 1, out=row)
@@ -183,7 +181,7 @@ class InferenceVocabParallelEmbedding(nn.Module):
 
 
 def _own(linear: ParallelLinear) -> tuple[Tensor, Tensor | None]:
-    """Return this rank's weight, transposed to [I, O], and bias, as views without gradients."""
+    """Return this rank's weight, transposed to [I, O], and its bias, as views without gradients."""
     return linear.weight.detach().t(), None if linear.bias is None else linear.bias.detach()
 
 
@@ -202,13 +200,15 @@ def _check(
 ) -> None:
     """Raise ValueError unless the layer's weight is sharded along `dim` over the workspace's group.
 
-    Also raises ValueError for other dtypes, devices and options than inference supports.
+    Also raises ValueError for another dtype or device than the workspace's, and for options that
+    inference does not support.
     """
     title, weight, group = layer.title, layer.weight, workspace.group
     if layer.communicator.gathers_weights:
         raise ValueError(f"{title} gathers its weight, as in isp mode: build it in mtp or msp")
     if weight is None:
-        raise ValueError(f"{title} has no weight of its own")
+        raise ValueError(f"{title} has no weight of its own: make it with its weight")
+    # A weight that is not sharded fits a group of one rank.
     layout = layer.layouts["weight"]
     parts, index = (layout.parts, layout.index) if layout.sharded else (1, 0)
     if (parts, index) != (group.size, group.rank) or (layout.sharded and layout.dim != dim):
@@ -222,11 +222,14 @@ def _check(
             f" {workspace.device}: use the same for both"
         )
     if isinstance(layer, ColumnParallelLinear) and layer.gather_output:
-        raise ValueError(f"{title} gathers its output, which inference leaves split")
+        raise ValueError(
+            f"{title} gathers its output, which inference leaves split: make it with"
+            " gather_output=False"
+        )
     if isinstance(layer, RowParallelLinear) and not layer.input_is_parallel:
         raise ValueError(f"{title} splits its input itself: make it with input_is_parallel=True")
     if isinstance(layer, ParallelLinear) and layer.skip_bias_add:
-        raise ValueError(f"{title} leaves its bias to others (skip_bias_add)")
+        raise ValueError(f"{title} leaves its bias to the caller: make it with skip_bias_add=False")
 
 
 def _check_size(
@@ -235,7 +238,7 @@ def _check_size(
     size: int,
     workspace: InferenceWorkspace,
 ) -> None:
-    """Raise ValueError if the layer's input or output features differ from the residual's."""
+    """Raise ValueError if `size`, the layer's input or output features (`side`), is not D."""
     if size != workspace.size:
         raise ValueError(
             f"{layer.title} has {size} {side} features, and the residual of the workspace"
@@ -265,7 +268,7 @@ class Norm(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class Residual:
-    """The residual stream of a model, to which the blocks add."""
+    """The residual stream of a model, to which blocks add their results."""
 
     value: Tensor
     """Residual of this rank's tokens [S/p, B, D], or of all tokens if they are not split."""
@@ -274,7 +277,7 @@ class Residual:
 
 
 class _ByChannel:
-    """The interface of `SymmetricRows` over a channel, bit-equal to the training layers."""
+    """Collectives of a channel with the interface of `SymmetricRows`; bit-equal to training."""
 
     def __init__(self, channel: Channel, rows: Tensor, received: Tensor | None) -> None:
         self.channel, self.rows, self._received = channel, rows, received
@@ -293,10 +296,10 @@ class _ByChannel:
 class InferenceWorkspace:
     """The group of a model's inference layers, and their buffers for `max_tokens` tokens.
 
-    The constructor is a collective over the group. `size` is D. `split_tokens=False`: never shard
-    tokens, see [Note: Tokens that are not split]. `symmetric_memory`: True requires it, False uses
-    the channel, None uses it if the device has it. Raises ValueError if it is required and
-    unavailable.
+    The constructor is a collective over the group. `size` is D. `split_tokens=False`: tokens are
+    never sharded, see [Note: Tokens that are not split]. `symmetric_memory`: True requires it,
+    False uses the channel, None uses it if the device has it. Raises ValueError if it is required
+    and unavailable.
     """
 
     def __init__(
@@ -316,16 +319,17 @@ class InferenceWorkspace:
         self.device, self.dtype = device, dtype
         reason = why_no_symmetric_rows(group, size, device=device, dtype=dtype)
         if reason and symmetric_memory:
-            raise ValueError(f"symmetric_memory=True cannot serve: {reason}")
+            raise ValueError(f"symmetric_memory=True is not possible: {reason}: use None")
         self._exchange: SymmetricRows | _ByChannel
         if reason or symmetric_memory is False:
-            # Where the channel sums locally, its reduce-scatter needs a buffer: see Static buffers.
+            # If the channel sums locally, its reduce-scatter receives parts in a buffer, which must
+            # not be allocated in each call [Note: Static buffers].
             received = self.buffer(size) if self.split_tokens and group.sums_locally else None
             self._exchange = _ByChannel(group, self.buffer(size), received)
         else:
             self._exchange = SymmetricRows(group, max_tokens, size, device=device, dtype=dtype)
         self._residual = self.buffer(size)
-        # This rank's slice of a sum; of no rows if tokens are never split.
+        # This rank's slice of a sum; it has no rows if tokens are never split.
         self._part = self.buffer(size, rows=max_tokens // group.size * self.split_tokens)
         wide = torch.promote_types(dtype, torch.float32)
         self._wide = None if wide == dtype else self.buffer(size, wide)  # for norms in float32
@@ -338,7 +342,7 @@ class InferenceWorkspace:
         return self._views_of(tokens).splits
 
     def residual(self, tokens: Sequence[int]) -> Residual:
-        """Return the workspace's only residual as one of tokens [S, B], without filling it."""
+        """Return the workspace's residual, of which there is one, for tokens [S, B]; not filled."""
         return self._views_of(tokens).residual
 
     def begin(self, x: Tensor) -> Residual:
@@ -354,7 +358,7 @@ class InferenceWorkspace:
         return self._views_of(tokens).partial
 
     def reduce(self, tokens: Sequence[int], layer: str) -> Tensor:
-        """Sum `partial` over the ranks and return this rank's tokens [S/p B, D], or all."""
+        """Sum `partial` over the ranks; return this rank's tokens [S/p B, D], all if not split."""
         views = self._views_of(tokens)
         if self.group.size > 1:
             tag = Tag(Purpose.ACTIVATION, layer, "y")
@@ -370,7 +374,7 @@ class InferenceWorkspace:
         """Add the sum of the ranks' `partial`, and `bias`, to the residual, and return its norm.
 
         The result has all tokens, [S, B, D]. If tokens are split, this is a reduce-scatter, the
-        additions, the RMS norm and an all-gather.
+        additions, the RMS norm, and an all-gather.
         """
         own = self.reduce(residual.tokens, layer)
         if bias is not None:
@@ -388,7 +392,7 @@ class InferenceWorkspace:
         return views.out
 
     def output(self, slot: object, features: int) -> Tensor:
-        """Return the buffer of a slot's column linears with this many features: [N, O/p]."""
+        """Return the buffer [N, O/p] that the column linears of a slot with `features` share."""
         key = slot, features
         if key not in self._outputs:
             self._outputs[key] = self.buffer(features)
@@ -409,8 +413,12 @@ class InferenceWorkspace:
             return buffer[:count].view(*tokens, -1)
 
     def _norm(self, views: _Views, norm: Norm) -> None:
-        """Write `F.rms_norm` of the residual to `views.normed`, bit-equal, in float32 at least."""
+        """Write the residual's RMS norm to `views.normed`, bit-equal to `F.rms_norm` in float32.
+
+        float64 stays float64. `F.rms_norm` itself would allocate its result.
+        """
         x, out, scale, weight = views.rows, views.normed, views.scale, norm.weight.detach()
+        # In float32 and float64 the result's own buffer is wide enough for intermediate values.
         wide = out if views.wide is None else views.wide
         torch.pow(x if wide is out else wide.copy_(x), 2, out=wide)
         torch.mean(wide, -1, keepdim=True, out=scale)
@@ -420,13 +428,14 @@ class InferenceWorkspace:
             out.copy_(wide)
 
     def _views_of(self, tokens: Sequence[int]) -> _Views:
-        """Return the views for tokens [S, B], cached while the sizes stay the same."""
+        """Return the views for tokens [S, B]; the last ones are cached."""
         if self._views is None or self._views.tokens != tokens:
             with _plainly():
                 self._views = _Views(self, tuple(tokens))
         return self._views
 
     def _count(self, tokens: Sequence[int], most: int) -> int:
+        """Return S * B. Raises ValueError if it is above `most`, the rows of a buffer."""
         count = prod(tokens)
         if count > most:
             raise ValueError(
@@ -444,7 +453,7 @@ class _Views:
         count = workspace._count(tokens, workspace.max_tokens)
         self.tokens = tokens
         self.splits = workspace.split_tokens and tokens[0] % group.size == 0
-        # Not split: sum and norm take place in the buffer of the partial sums.
+        # If tokens are not split, sum and norm are in the buffer of the partial sums.
         self.partial = self.summed = self.normed = workspace._exchange.rows[:count]
         self.out = self.partial.view(*tokens, size)
         own = list(tokens)
@@ -452,7 +461,8 @@ class _Views:
             own[0] //= group.size
             count //= group.size
             self.summed = workspace._part[:count]
-            self.normed = self.partial.chunk(group.size)[group.rank]  # which no other rank reads
+            # The all-gather is in place: this rank's norm is its slice of the result.
+            self.normed = self.partial.chunk(group.size)[group.rank]
         self.rows = workspace._residual[:count]
         """Rows of the residual."""
         self.residual = Residual(self.rows.view(*own, size), tokens)
@@ -462,6 +472,6 @@ class _Views:
 
 @contextmanager
 def _plainly() -> Iterator[None]:
-    """Return a context whose tensors and views may be written to in any autograd mode."""
+    """Return a context that makes tensors and views which any autograd mode may write to later."""
     with torch.inference_mode(False), torch.enable_grad():
         yield

@@ -58,17 +58,18 @@ def _normal(weight: Tensor) -> Tensor:
 class _Initialized(ParallelModule):
     """A layer that is initialized with its part of a master weight, equal for all group sizes.
 
-    [Note: Master weight] Each rank fills the full weight from torch's default CPU generator and
-    keeps its part: that generator must be in the same state on all ranks (`torch.manual_seed`).
+    Each rank fills the full weight from torch's default CPU generator and keeps its part. So that
+    generator must be in the same state on all ranks (`torch.manual_seed`).
     """
 
     init_method: InitMethod
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Draw the master weight [Note: Master weight] and keep this rank's part; zero the bias."""
+        """Fill the full weight by `init_method` and keep this rank's part; set the bias to zero."""
         for name, parameter in self.named_parameters(recurse=False):
             layout = self.layouts[name]
+            # In float32 on CPU, so that the values depend on neither dtype, device nor group size.
             full = torch.zeros(layout.global_shape, dtype=torch.float32, device=CPU)
             if name != "bias":
                 self.init_method(full)
@@ -76,9 +77,9 @@ class _Initialized(ParallelModule):
 
 
 class IntoMainGradients:
-    """The route that multiplies straight into the main gradient, without a dW in between.
+    """A route that adds the product of a weight gradient to the main gradient, without making dW.
 
-    For weights that stay on their rank, and a sink with `add_product`, such as `MainGradients`.
+    `gradients` has `add_product`, like `MainGradients`. For weights that stay on their rank only.
     """
 
     def __init__(self, gradients: ProductSink) -> None:
@@ -92,7 +93,7 @@ class IntoMainGradients:
 
 
 class _Linear(_Initialized, ParallelLinear):
-    """A linear with a communicator of its own, and so with a route of its own."""
+    """A linear with its own communicator, and so with its own route of the weight gradient."""
 
     @property
     def weight_gradients(self) -> WeightGradientRoute | None:
@@ -106,7 +107,7 @@ class _Linear(_Initialized, ParallelLinear):
 
 
 class ColumnParallelLinear(_Linear):
-    """y = x W^T + b with sharded outputs: W [O/p, I], b [O/p].
+    """A linear y = x W^T + b with sharded outputs: W [O/p, I], b [O/p].
 
         y, bias = layer(x)
 
@@ -116,7 +117,7 @@ class ColumnParallelLinear(_Linear):
 
     forward   x is used as it is, or all-gathered along S with `sequence_parallel`
     backward  dx is all-reduced, or reduce-scattered along S, while the weight gradient is computed;
-              a gathered x is not kept but gathered again, while dx is computed
+              a gathered x is not saved but gathered again, while dx is computed
 
     `stride` is the number of fused outputs of equal size (3 for q, k and v in one), each of which
     is sharded separately. With `skip_weight_param_allocation` the layer has no weight of its own
@@ -143,6 +144,7 @@ class ColumnParallelLinear(_Linear):
         dtype: torch.dtype = torch.float32,
     ) -> None:
         segments = _segments("output_size", output_size, stride, group)
+        # fsp instead of msp: Megatron-LM also gathers x again in backward instead of saving it.
         mode = Mode.FSP if sequence_parallel else Mode.MTP
         super().__init__(
             _split((output_size, input_size), dim=0, segments=segments, group=group),
@@ -186,6 +188,7 @@ class ColumnParallelLinear(_Linear):
 
     def _gathered(self, y: Tensor) -> Tensor:
         """Gather [.., O/p] to [.., O], ordered by segments (`stride`), not by ranks."""
+        # The gathered features are rank by rank, each with its part of every segment.
         y = gather_from_tensor_model_parallel_region(y, self.group)
         num_segments = len(self.layouts["weight"].segments)
         parts = y.unflatten(-1, (self.group.size, num_segments, -1))  # [.., p, segments, n]
@@ -194,7 +197,7 @@ class ColumnParallelLinear(_Linear):
 
 
 class RowParallelLinear(_Linear):
-    """y = x W^T + b with sharded inputs: W [O, I/p], and b [O] on all ranks.
+    """A linear y = x W^T + b with sharded inputs: W [O, I/p], and b [O] on all ranks.
 
         y, bias = layer(x)
 
@@ -245,7 +248,7 @@ class RowParallelLinear(_Linear):
             bias_layout=ParameterLayout(global_shape=(output_size,), reduce_over=Axis.DATA)
             if bias
             else None,
-            bias_after_move=True,
+            bias_after_move=True,  # once, not once on each rank
             moves=moves_for(mode, Role.ROW, group, sequence_dim=sequence_dim),
             communicator=LocalWeights(),
             skip_bias_add=skip_bias_add,
@@ -271,7 +274,7 @@ class RowParallelLinear(_Linear):
             x = scatter_to_tensor_model_parallel_region(x, self.group)
         y = self.multiply(x, weight)
         bias: Tensor | None = self.bias
-        if bias is not None and self.sequence_parallel:  # all-reduce its gradient
+        if bias is not None and self.sequence_parallel:  # backward all-reduces its gradient
             bias = copy_to_tensor_model_parallel_region(bias, self.group)
         if bias is None or self.skip_bias_add:
             return y, bias
@@ -309,8 +312,8 @@ class VocabParallelEmbedding(_Initialized):
 
     If V is not divisible by p, ranks have ceil(V/p) rows, and the last one fewer.
     `deterministic` adds the gradients of a row in a fixed order, on CUDA too.
-    With several ranks an id outside of the vocabulary gives zeros: detecting it would make the host
-    wait for the device.
+    With several ranks an id outside of the vocabulary gives zeros: to detect it, the host would
+    have to wait for the device.
     Raises ValueError if a rank would have no row.
     """
 
@@ -354,6 +357,7 @@ class VocabParallelEmbedding(_Initialized):
 
 
 def _wrong_features(layer: ParallelModule, x: Tensor, expected: str, instead: str) -> ValueError:
+    """Return the error for x with another number of features than `expected`."""
     return ValueError(
         f"{layer.title}: x of shape {list(x.shape)} has {x.shape[-1]} features, expected"
         f" {expected}: {instead}"
@@ -363,6 +367,7 @@ def _wrong_features(layer: ParallelModule, x: Tensor, expected: str, instead: st
 def _split(
     shape: tuple[int, ...], *, dim: int, group: Channel, segments: tuple[int, ...] = ()
 ) -> ParameterLayout:
+    """Return the layout of a parameter that is cut along `dim` over the ranks of `group`."""
     return ParameterLayout(
         global_shape=shape,
         dim=dim,
@@ -382,6 +387,6 @@ def _segments(name: str, size: int, stride: int, group: Channel) -> tuple[int, .
     if size % (stride * group.size):
         times = f"stride={stride} times " if stride > 1 else ""
         raise ValueError(
-            f"{name}={size} does not divide by {times}the {group.size} ranks of its group"
+            f"{name}={size} is not divisible by {times}the {group.size} ranks of its group: pad it"
         )
     return (size // stride,) * stride

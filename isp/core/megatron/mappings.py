@@ -2,9 +2,9 @@
 
 p ranks; N length of the sharded dim, n_i the part of rank i
 
-Each mapping is a move of the tensor and a move of its gradient. If ranks use the result in
+Each mapping is one collective for the tensor and one for its gradient. If ranks use the result in
 different computations, the gradient is a sum over the ranks. If all ranks compute the same with it,
-all have the whole gradient already, and each takes its part.
+each rank has the whole gradient already, and takes its part.
 
 Source: Megatron-LM, core/tensor_parallel/mappings (Shoeybi et al. 2019; Korthikanti et al. 2022).
 """
@@ -95,15 +95,16 @@ def _all_reduce(x: Tensor, cut: _Cut, channel: Channel) -> Tensor:
 
 def _split(x: Tensor, cut: _Cut, channel: Channel) -> Tensor:
     """Return a copy of this rank's part of x, which is equal on all ranks: N -> n_rank."""
+    # A copy, so that writing into the result does not change x.
     part = _parts(x, cut.dim, cut.sent, channel)[channel.rank]
     return part.clone(memory_format=torch.contiguous_format)
 
 
 def _gather(x: Tensor, cut: _Cut, channel: Channel) -> Tensor:
-    """Join the parts of all ranks: [.., n_rank, ..] -> [.., N, ..].
+    """Return the parts of all ranks, joined: [.., n_rank, ..] -> [.., N, ..].
 
-    [Note: Uneven parts] Collectives send pieces of equal size, so parts are padded to the longest
-    one, and the receiver drops the padding.
+    Collectives send pieces of equal size, so uneven parts are padded to the longest one, and the
+    receiver drops the padding.
     """
     dim, sizes = cut.dim, cut.received
     if sizes is None:
@@ -123,7 +124,7 @@ def _gather(x: Tensor, cut: _Cut, channel: Channel) -> Tensor:
 def _reduce_scatter(x: Tensor, cut: _Cut, channel: Channel) -> Tensor:
     """Return this rank's part of the sum over the ranks: [.., N, ..] -> [.., n_rank, ..].
 
-    Uneven parts are padded [Note: Uneven parts].
+    Uneven parts are padded to the longest one, as in `_gather`.
     """
     dim, sizes = cut.dim, cut.sent
     if sizes is None:
@@ -137,10 +138,11 @@ def _reduce_scatter(x: Tensor, cut: _Cut, channel: Channel) -> Tensor:
 
 def _exchange(x: Tensor, cut: _Cut, channel: Channel) -> Tensor:
     """Send part i of dim 0 to rank i, and return the received parts joined in rank order."""
-    _parts(x, 0, cut.sent, channel)  # checks the sizes
+    _parts(x, 0, cut.sent, channel)  # raises ValueError if the sizes do not add up
     num_rows = x.shape[0] if cut.received is None else sum(cut.received)
     out = x.new_empty(num_rows, *x.shape[1:])
-    # Both lists or none: parts that are equal on one rank may be uneven on another.
+    # The collective needs both lists or none: what a rank sends may be even, and what it receives
+    # uneven.
     sent, received = cut.sent, cut.received
     if (sent is None) != (received is None):
         sent = sent or [divide(x.shape[0], channel.size)] * channel.size
@@ -153,12 +155,12 @@ def _exchange(x: Tensor, cut: _Cut, channel: Channel) -> Tensor:
 def _parts(
     x: Tensor, dim: int, sizes: Sequence[int] | None, channel: Channel
 ) -> tuple[Tensor, ...]:
-    """Split x into the ranks' parts.  Raises ValueError if their sizes do not add up to it."""
+    """Return the ranks' parts of x along `dim`.  Raises ValueError if `sizes` do not sum to it."""
     length = x.shape[dim]
     if sizes is None:
         if length % channel.size:
             raise ValueError(
-                f"dim {dim} of shape {tuple(x.shape)} does not divide by the {channel.size} ranks"
+                f"dim {dim} of shape {tuple(x.shape)} is not divisible by the {channel.size} ranks"
                 f" of the {channel.name or 'channel'} group: give the split sizes"
             )
         sizes = [length // channel.size] * channel.size
@@ -220,11 +222,11 @@ def gather_from_sequence_parallel_region(
     output_split_sizes: Sequence[int] | None = None,
     dim: int = 0,
 ) -> Tensor:
-    """Return the tokens of all ranks: [n, ..] -> [N, ..], in parts of `output_split_sizes`.
+    """Return the tokens of all ranks: [n, ..] -> [N, ..].
 
-    None: equal parts. `dim` is the dim of the sequence.
-    Forward: all-gather.  Backward: reduce-scatter; or split with
-    `tensor_parallel_output_grad=False`, for the same computation on all ranks.
+    `output_split_sizes`: number of tokens of each rank; None: equal parts. `dim` is the dim of the
+    sequence. Forward: all-gather.  Backward: reduce-scatter, or with
+    `tensor_parallel_output_grad=False`, for the same computation on all ranks, split.
     """
     back = _reduce_scatter if tensor_parallel_output_grad else _split
     return _map(x, _gather, back, channel, _Cut(dim, received=output_split_sizes))
@@ -237,10 +239,11 @@ def reduce_scatter_to_sequence_parallel_region(
     input_split_sizes: Sequence[int] | None = None,
     dim: int = 0,
 ) -> Tensor:
-    """Return this rank's tokens of the sum: [N, ..] -> [n, ..], in parts of `input_split_sizes`.
+    """Return this rank's tokens of the sum of x over the ranks: [N, ..] -> [n, ..].
 
-    None: equal parts. `dim` is the dim of the sequence.
-    Forward: reduce-scatter.  Backward: all-gather.  Raises ValueError if the parts do not sum to N.
+    `input_split_sizes`: number of tokens of each rank; None: equal parts. `dim` is the dim of the
+    sequence. Forward: reduce-scatter.  Backward: all-gather.  Raises ValueError if the parts do not
+    sum to N.
     """
     return _map(x, _reduce_scatter, _gather, channel, _Cut(dim, sent=input_split_sizes))
 
@@ -254,7 +257,7 @@ def all_gather_last_dim_from_tensor_parallel_region(x: Tensor, channel: Channel)
 
 
 def reduce_scatter_last_dim_to_tensor_parallel_region(x: Tensor, channel: Channel) -> Tensor:
-    """Return this rank's features of the sum over the ranks: [.., N] -> [.., N/p].
+    """Return this rank's features of the sum of x over the ranks: [.., N] -> [.., N/p].
 
     Forward: reduce-scatter.  Backward: all-gather.  Raises ValueError if N is not divisible by p.
     """
@@ -268,7 +271,7 @@ def all_to_all(
     output_split_sizes: Sequence[int] | None = None,
     input_split_sizes: Sequence[int] | None = None,
 ) -> Tensor:
-    """Send rows of x to the ranks in turn, and return the rows received: [sum in] -> [sum out].
+    """Send some rows of x to each rank, and return the rows received: [sum in] -> [sum out].
 
     Rank i gets `input_split_sizes[i]` rows and sends `output_split_sizes[i]`; None: equal parts.
     Forward: all-to-all.  Backward: all-to-all with the sizes swapped.  Raises ValueError if the

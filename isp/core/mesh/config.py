@@ -14,16 +14,17 @@ from isp.core.section import KeyRole, Ranks, section
 
 
 class Mode(StrEnum):
-    """The split of a transformer's linears (`isp.core.layers.linear` lists the collectives)."""
+    """How linears are split over ranks; `isp.core.layers.linear` has a table of the collectives."""
 
     MTP = "mtp"
-    """Megatron tensor parallel: weights split over the tensor group, activations replicated."""
+    """Megatron tensor parallel: weights are split over the tensor group, activations replicated."""
     MSP = "msp"
-    """Megatron sequence parallel: as mtp, activations between the linears split along S."""
+    """Megatron sequence parallel: like mtp, but activations between linears are split by tokens."""
     FSP = "fsp"
-    """Flash sequence parallel: as msp, saves only its shard of each gathered input."""
+    """Flash sequence parallel: like msp, but of a gathered input each rank saves only its shard."""
     ISP = "isp"
-    """Intern sequence parallel: weights split over the weight group, activations over tensor."""
+    """Intern sequence parallel: weights are split over the weight group, tokens over the tensor
+    group."""
 
     @property
     def splits_features(self) -> bool:
@@ -49,33 +50,39 @@ class Mode(StrEnum):
 
 
 class LaunchPoint(StrEnum):
-    """Point in a block for requesting the next block's weights (`forward_overlap_per: layer`)."""
+    """Point in a block at which the next block is prefetched (`forward_overlap_per: layer`)."""
 
     WQKV = "wqkv"
+    """The linear of q, k and v."""
     ATTN = "attn"
+    """Attention, which reads no weight."""
     WO = "wo"
+    """The output linear of attention."""
     W1 = "w1"
+    """The first linear of the MLP."""
 
 
 class OverlapUnit(StrEnum):
-    """The unit of prefetch while going forward."""
+    """The unit of prefetch in forward."""
 
     LAYER = "layer"
+    """All weights of a block."""
     MODULE = "module"
+    """The weight of one linear."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Prefetch:
-    """The settings of the prefetch plan, which depends on these and the model alone."""
+    """The settings of the prefetch plan, which depends only on them and on the model."""
 
     unit: OverlapUnit = OverlapUnit.LAYER
-    """The unit of prefetch while going forward."""
+    """The unit of prefetch in forward."""
     launch: LaunchPoint = LaunchPoint.WO
     """Point in a block at which the all-gather of the next block is launched."""
     overlap: bool = True
-    """False: each weight is gathered when it is first read."""
+    """True: weights are gathered ahead of their use; False: when they are read."""
     reshard_after_forward: bool = True
-    """False: a gathered weight is kept until its last read in the step."""
+    """True: a gathered weight is freed after forward; False: after its last read in the step."""
 
 
 class PipelineSchedule(StrEnum):
@@ -84,20 +91,21 @@ class PipelineSchedule(StrEnum):
     ONE_F_ONE_B = "1F1B"
     """One forward, one backward. Source: Narayanan et al. 2019, PipeDream-Flush."""
     INTERLEAVED = "Interleaved1F1B"
-    """1F1B over several model chunks on each rank. Source: Narayanan et al. 2021."""
+    """1F1B with several model chunks on each rank. Source: Narayanan et al. 2021."""
     INTERLEAVED_ZERO_BUBBLE = "InterleavedZeroBubble"
-    """ZB1P: weight gradients deferred into the bubble. Source: Qi et al. 2023, Zero Bubble."""
+    """ZB1P: weight gradients are computed in the bubbles. Source: Qi et al. 2023, Zero Bubble."""
     ZBV = "ZBVZeroBubble"
-    """ZB-V: two model chunks, down the ranks and up again; one rank has first and last stage."""
+    """ZB-V: two model chunks on each rank; stages go from the first rank to the last and back, so
+    the first rank has the first and the last stage."""
 
     @property
     def splits_backward(self) -> bool:
-        """True if weight gradients are computed apart from the gradients of inputs."""
+        """True if weight gradients are computed later than the gradients of inputs."""
         return self in (PipelineSchedule.INTERLEAVED_ZERO_BUBBLE, PipelineSchedule.ZBV)
 
     @property
     def is_v(self) -> bool:
-        """True if stages go down the ranks and up again, False if around."""
+        """True if stages go from the first rank to the last and back, False if round robin."""
         return self is PipelineSchedule.ZBV
 
 
@@ -112,7 +120,7 @@ class TensorConfig:
     weights; msp and fsp split weights, and tokens between them (fsp keeps fewer activations)."""
 
     def check_distributes_inputs(self, hidden_size: int, seq_len: int) -> None:
-        """Raise ValueError unless each tensor rank can keep 1/p of a block's input."""
+        """Raise ValueError unless each tensor rank can keep 1 / `size` of a block's input."""
         if self.mode.splits_sequence:
             raise ValueError(
                 f"model.checkpoint_distribute_activations is for mtp mode: in {self.mode} mode each"
@@ -168,12 +176,13 @@ class WeightConfig:
 
     @property
     def reduces_apart(self) -> bool:
-        """True if gradients are reduced over a channel of their own."""
+        """True if weight gradients are reduced over a channel of their own."""
         return self.own_reduce_group or self.reduce_by != "auto"
 
     @property
     def unused(self) -> list[str]:
-        """Changed keys without effect because weights are not gathered (size 1)."""
+        """Keys that were changed but have no effect, because weights are not gathered (size 1)."""
+        # vocab_parallel_loss has an effect without a weight group: it shards the loss over tensor.
         alone = WeightConfig(vocab_parallel_loss=self.vocab_parallel_loss)
         keys = (item.name for item in fields(self)) if self.size == 1 else ()
         return [key for key in keys if getattr(self, key) != getattr(alone, key)]
@@ -241,30 +250,34 @@ class ContextExchange(StrEnum):
     """How context ranks exchange keys and values."""
 
     AUTO = "auto"
-    """The ring where what a gather receives does not fit into the device's memory."""
+    """The ring, if the keys and values that a gather receives do not fit into the device's memory;
+    else gather."""
     GATHER = "gather"
-    """Each receives what its tokens attend to, head by head, and attends once."""
+    """Each rank receives the keys and values that its tokens attend to, stripe by stripe of heads,
+    and attends once."""
     RING = "ring"
-    """Blocks of it go round, and partial results are merged; windowed layers gather."""
+    """Each rank receives one block of keys and values after another, and merges the results; layers
+    with windows gather."""
 
 
 class SequenceScan(StrEnum):
     """How the ranks that share a sequence compute a scan (linear attention, state spaces)."""
 
     AUTO = "auto"
-    """The one that receives fewer bytes, by the sizes of a layer and the documents at hand."""
+    """By heads or by state, whichever receives fewer bytes; this depends on the sizes of the layer
+    and on the documents of the micro-batch."""
     HEADS = "heads"
-    """Tokens are exchanged for heads, as for attention: the result of one process for each head."""
+    """Tokens are exchanged for heads, as for attention; a head's result is that of one process."""
     STATE = "state"
-    """Each rank scans its own tokens, from the states that earlier tokens' ranks send it."""
+    """Each rank scans its own tokens, from the states that ranks with earlier tokens send it."""
 
 
 @section("parallel.sequence_2D.device_placement_strategy", KeyRole.PLACE)
 class DevicePlacementConfig:
-    """`parallel.sequence_2D.device_placement_strategy`: which ranks are neighbours."""
+    """`parallel.sequence_2D.device_placement_strategy`: which ranks are neighbors."""
 
     head_first: bool = True
-    """true: the ranks of a head group are neighbours; false: those of a context group."""
+    """true: the ranks of a head group are neighbors; false: those of a context group."""
 
 
 @section("parallel.sequence_2D", KeyRole.PLACE)
@@ -274,19 +287,19 @@ class Sequence2DConfig:
     enable: bool = False
     """Split the attention of a tensor group over head_size x context_size ranks."""
     head_size: Ranks | None = None
-    """Number of ranks that exchange tokens for heads; null: tensor size / context_size, or without
-    it the most that get equally many KV heads without copies."""
+    """Number of ranks that exchange tokens for heads; null: tensor size / context_size, or, if that
+    is null, too, the largest number of ranks that get equally many KV heads without copies."""
     context_size: Ranks | None = None
     """Number of ranks that hold the same heads of different tokens; null: tensor size /
     head_size."""
     exchange: ContextExchange = ContextExchange.AUTO
     """How keys and values reach the ranks of a context group."""
     device_placement_strategy: DevicePlacementConfig = field(default_factory=DevicePlacementConfig)
-    """Which ranks are neighbours."""
+    """Which ranks are neighbors."""
 
     @property
     def sizes(self) -> tuple[int | None, int | None]:
-        """The head and context size as configured."""
+        """(head_size, context_size) as configured."""
         return self.head_size, self.context_size
 
     def check_fits(self, tensor: int) -> None:
@@ -315,7 +328,7 @@ class ExpertConfig:
     the weight size in isp mode, 1 or the tensor size in other modes; 1: weights of experts are
     gathered instead.  Name: InternEvo."""
     num_chunks: Ranks = 1
-    """Number of parts of a rank's tokens; each is sent while the one before is computed."""
+    """Number of parts of a rank's tokens; each part is sent while the part before is computed."""
 
 
 @section("parallel.expert_weight", KeyRole.PLACE)
@@ -339,7 +352,7 @@ class Zero1Config:
 
 @section("parallel", KeyRole.PLACE)
 class ParallelConfig:
-    """`parallel`: mode and sizes; the remaining factor of the ranks is data parallel."""
+    """`parallel`: mode and sizes; the remaining factor of the number of ranks is data parallel."""
 
     tensor: TensorConfig = field(default_factory=TensorConfig)
     """The ranks that share one sequence, and the mode."""
@@ -352,7 +365,7 @@ class ParallelConfig:
     sequence_2D: Sequence2DConfig = field(default_factory=Sequence2DConfig)
     """Heads x context, in the tensor group (isp)."""
     expert: ExpertConfig = field(default_factory=ExpertConfig)
-    """The ranks that share a layer's experts, and send each other tokens."""
+    """The ranks that share the experts of a layer, and send each other tokens."""
     expert_weight: ExpertWeightConfig = field(default_factory=ExpertWeightConfig)
     """The ranks that gather the same experts."""
     sequence_scan: SequenceScan = SequenceScan.AUTO
@@ -386,11 +399,12 @@ class ParallelConfig:
 
     @property
     def _has_two_axes(self) -> bool:
+        """True if tensor groups are head x context ranks."""
         return self.sequence_2D.enable and self.tensor.mode.slices_batch
 
     @property
     def context_size(self) -> int:
-        """Ranks in a context group.  Raises ValueError where the model's heads are to say it."""
+        """Number of ranks in a context group.  Raises ValueError if it depends on the model."""
         head, context = self.sequence_2D.sizes if self._has_two_axes else (None, 1)
         if context is not None:
             return context
@@ -403,19 +417,20 @@ class ParallelConfig:
 
     @property
     def head_size(self) -> int:
-        """Ranks in a group that exchanges tokens for heads."""
+        """Number of ranks in a head group, which exchange tokens for heads."""
         return self.tensor.size // self.context_size
 
     def for_heads(self, query: int, kv: int) -> ParallelConfig:
-        """The same with both sizes of heads x context, for a model with so many heads.
+        """Return this configuration with both sizes of sequence_2D set, for a model's heads.
 
-        Raises ValueError if there are head ranks without a query head.
+        `query` and `kv`: numbers of query and KV heads. Raises ValueError if there are head ranks
+        without a query head.
         """
         if not self._has_two_axes:
             return self
         two, tensor = self.sequence_2D, self.tensor.size
         if two.sizes == (None, None):
-            # No KV head is copied: more head ranks would receive no less.
+            # The most ranks without a copy of a KV head: with more, each would receive as much.
             two = replace(two, head_size=math.gcd(tensor, kv))
         found = replace(self, sequence_2D=two)
         two = replace(two, head_size=found.head_size, context_size=found.context_size)
@@ -429,6 +444,6 @@ class ParallelConfig:
 
     @property
     def least_ranks(self) -> int:
-        """The smallest world that these sizes fit; other worlds must be multiples of it."""
+        """The smallest world size that fits; other world sizes must be multiples of it."""
         weight = self.weight.size if self.tensor.mode.gathers_weights else self.tensor.size
         return self.pipeline.size * math.lcm(self.tensor.size, weight * max(1, self.zero1.size))

@@ -1,8 +1,7 @@
 """`ParameterLayout`, the cut of one parameter over the ranks of an axis, and the boxes of a shard.
 
-[Note: A shard is a set of boxes] A shard of a parameter is one interval of its split dim, or, if
-q, k and v are fused, one interval of each. An optimizer's shard is some rows of dim 0 of that. The
-result is always a union of boxes of the global tensor, and all ranks' boxes together tile it.
+A rank's part of a parameter is a union of boxes, and all ranks' boxes together are the parameter.
+See [Note: A shard is a set of boxes] in docs/design/notes/mesh.md.
 """
 
 from __future__ import annotations
@@ -32,35 +31,35 @@ Interval = tuple[int, int]
 
 
 class Matrices(NamedTuple):
-    """The matrices that a weight [.., A, B] consists of, for updates of whole matrices."""
+    """The matrices in a weight [.., A, B], for optimizers that need whole matrices."""
 
     of_block: bool = True
-    """True for a linear or experts of a block, False for a table, a head or a router."""
+    """True for linears and experts of a block, False for embedding tables, heads and routers."""
     dim: int = -2
-    """The dim along which several matrices are fused: that of output features."""
+    """The dim of output features, along which several matrices may be fused."""
     sizes: tuple[int, ...] = ()
-    """Sizes of the fused matrices along `dim`, as the model's code splits them; empty: one."""
+    """Sizes of the fused matrices along `dim`, as the model splits them; empty: not fused."""
     heads: int = 0
-    """Attention heads along `dim`, if the weight is that of q, k or v; else 0."""
+    """Number of attention heads along `dim`, for a weight of q, k or v; else 0."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ParameterLayout:
-    """A rank's shard of a parameter, as a place in the global tensor.
+    """A rank's shard of a parameter, described by its place in the global tensor.
 
     The parameter is cut along `dim` into `parts` shards, of which this is number `index`. A fused
     parameter (q, k and v in one) consists of `segments`, each of which is cut separately, so that
-    every rank gets its share of each. A segment of n is cut like `torch.chunk`: ceil(n / parts)
+    every rank gets a part of each. A segment of n is cut like `torch.chunk`: into ceil(n / parts)
     each, the last ones shorter or empty.
 
-    Several parameters may be cut as one along their rows; a rank then has the rows of each that
-    fall into its share of all.
+    Several parameters may be cut as if they were concatenated along their rows. A rank then has the
+    rows of each parameter that are in its part of all rows.
     """
 
     global_shape: tuple[int, ...]
     """Shape of the whole parameter."""
     reduce_over: Axis
-    """Axis whose ranks have partial sums of this shard's gradient, to be added up."""
+    """Axis whose ranks each have a partial sum of this shard's gradient, which are to be added."""
     dim: int = 0
     """The dimension that is split."""
     parts: int = 1
@@ -68,13 +67,13 @@ class ParameterLayout:
     index: int = 0
     """Index of this rank's shard."""
     segments: tuple[int, ...] = ()
-    """Sizes along `dim` of fused parameters; empty: not fused."""
+    """Sizes along `dim` of the parts of a fused parameter; empty: not fused."""
     rows_before: int = 0
-    """Rows of other parameters before this one, if several are cut as one."""
+    """Number of rows of other parameters before this one, if several are cut as one."""
     rows_after: int = 0
-    """Rows of other parameters after this one, if several are cut as one."""
+    """Number of rows of other parameters after this one, if several are cut as one."""
     groups: int = 1
-    """Number of groups of ranks over which the parameter is cut first, then within each."""
+    """Number of groups of ranks: the parameter is cut over the groups, then within each group."""
     cut_over: Axis = Axis.WEIGHT
     """Axis whose ranks have the other shards."""
     matrices: Matrices | None = None
@@ -87,6 +86,7 @@ class ParameterLayout:
             object.__setattr__(self, "segments", (self.global_shape[self.dim],))
         assert sum(self.segments) == self.global_shape[self.dim], self
         assert 0 <= self.index < self.parts, self
+        # Several parameters are cut as one only along rows, and without fused segments.
         assert not (self.rows_before or self.rows_after) or (
             self.dim == 0 and len(self.segments) == 1
         ), self
@@ -98,12 +98,12 @@ class ParameterLayout:
         return self.parts > 1
 
     def intervals(self, index: int | None = None) -> tuple[Interval, ...]:
-        """Return the intervals along `dim` in shard `index` (None: this rank's), one a segment."""
+        """Return the interval of each segment along `dim` in shard `index` (None: this rank's)."""
         index = self.index if index is None else index
         intervals, begin = [], 0
-        group, within = divmod(index, self.parts // self.groups)
+        group, within = divmod(index, self.parts // self.groups)  # shards count group by group
         for size in self.segments:
-            # The cut is of this parameter together with those before and after it.
+            # Cut this parameter together with the rows before and after it, then clip to it.
             of_group = chunk_range(self.rows_before + size + self.rows_after, self.groups, group)
             own = chunk_range(len(of_group), self.parts // self.groups, within)
             part = of_group[own.start : own.stop]
@@ -116,18 +116,19 @@ class ParameterLayout:
 
     @cached_property
     def piece_shape(self) -> tuple[int, ...]:
-        """Shape of each rank's piece in a gather, padding included, with the cut dim in front."""
+        """Shape of each rank's piece in a gather: with padding, and with the cut dim in front."""
+        # The length of the longest shard: pieces of a gather have equal size.
         length = math.ceil(self._run_length / (self.parts // self.groups))
         return (length, *self.global_shape[: self.dim], *self.global_shape[self.dim + 1 :])
 
     @property
     def _run_length(self) -> int:
-        """Length along `dim` of the first group's share, the longest."""
+        """Length along `dim` of the first group's part, the longest."""
         return math.ceil(self.global_shape[self.dim] / self.groups)
 
     @property
     def of_group(self) -> ParameterLayout:
-        """The layout of the shard within the tensor that its group holds; itself for one group."""
+        """The layout of this shard in its group's part of the parameter; itself for one group."""
         if self.groups == 1:
             return self
         group, index = divmod(self.index, self.parts // self.groups)
@@ -144,8 +145,8 @@ class ParameterLayout:
         )
 
     @cached_property
-    def travels_as_it_lies(self) -> bool:
-        """True if the shards, without padding or a transpose, are consecutive in the whole."""
+    def is_cut_in_place(self) -> bool:
+        """True if the shards, one after another, are the whole: without padding or transpose."""
         return self.dim == 0 and self.global_shape[0] % self.parts == 0
 
     @cached_property
@@ -155,11 +156,12 @@ class ParameterLayout:
         return (*self.global_shape[: self.dim], length, *self.global_shape[self.dim + 1 :])
 
     def joined(self, pieces: Tensor) -> Tensor:
-        """Return the global tensor from all ranks' gathered pieces, one after another.
+        """Return the global tensor from the ranks' gathered `pieces`, concatenated along dim 0.
 
-        It is a view of them, or a copy if there are several groups.
+        The result is a view of them, or a copy if there are several groups.
         """
         if self.groups > 1:
+            # Each group's pieces may end in padding, which is dropped group by group.
             runs = pieces.unflatten(0, (self.groups, -1))
             pieces = runs[:, : self._run_length].flatten(0, 1)
         return pieces[: self.global_shape[self.dim]].movedim(0, self.dim)
@@ -178,34 +180,36 @@ class ParameterLayout:
 
 
 class Box(NamedTuple):
-    """A block of a global tensor, and its place in a local one."""
+    """A part of a global tensor, an interval of each dim, and its place in a local tensor."""
 
     offsets: tuple[int, ...]
-    """First index of the block along each dim of the global tensor."""
+    """First index of the box along each dim of the global tensor."""
     sizes: tuple[int, ...]
+    """Length of the box along each dim."""
     local_offsets: tuple[int, ...]
-    """First index of the block along each dim of the local tensor."""
+    """First index of the box along each dim of the local tensor."""
 
     def view(self, local: Tensor) -> Tensor:
-        """Return a view of the block in the local tensor, without autograd."""
+        """Return a view of the box in the local tensor, without autograd."""
         block = local.detach()
         for dim, (start, size) in enumerate(zip(self.local_offsets, self.sizes, strict=True)):
             block = block.narrow(dim, start, size)
         return block
 
     def inside(self, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> Box | None:
-        """Return the overlap with the block of `sizes` at global `offsets`; None if it is empty."""
+        """Return the overlap with the part of `sizes` at global `offsets`; None if it is empty."""
         ends = (min(a + n, b + m) for a, n, b, m in zip(*self[:2], offsets, sizes, strict=True))
         start = tuple(map(max, self.offsets, offsets))
         size = tuple(end - begin for end, begin in zip(ends, start, strict=True))
+        # The overlap is as far from the box's begin in the local tensor as in the global one.
         moved = zip(self.local_offsets, start, self.offsets, strict=True)
         return Box(start, size, tuple(x + a - b for x, a, b in moved)) if min(size) > 0 else None
 
 
 def boxes_of(layout: ParameterLayout, rows: Interval | None = None) -> tuple[Box, ...]:
-    """Return the boxes of `rows` (start, stop) of dim 0 of the local shard; None: of all rows.
+    """Return the boxes of the rows (start, stop) in dim 0 of the local shard; None: of all rows.
 
-    Local offsets count from the first of the rows. No box is empty; a shard without elements has
+    Local offsets count from the first of these rows. No box is empty; a shard without elements has
     no boxes.
     """
     begin, end = (0, layout.local_shape[0]) if rows is None else rows
@@ -214,7 +218,7 @@ def boxes_of(layout: ParameterLayout, rows: Interval | None = None) -> tuple[Box
     for global_start, local_start, length in _runs(layout):
         start, size, local = list(zeros), list(sizes), list(zeros)
         start[dim], size[dim], local[dim] = global_start, length, local_start
-        if dim == 0:  # rows are along the split dim, so each run has some of them
+        if dim == 0:  # rows are along the split dim: clip the run to them
             first, last = max(begin, local_start), min(end, local_start + length)
             start[0], local[0] = global_start + first - local_start, first - begin
         else:
@@ -230,6 +234,7 @@ def _runs(layout: ParameterLayout) -> Iterator[tuple[int, int, int]]:
     local = 0
     run: tuple[int, int, int] | None = None
     for start, stop in layout.intervals():
+        # Adjacent intervals, as of a fused parameter that is not sharded, become one box.
         if run is not None and run[0] + run[2] == start:
             run = (run[0], run[1], run[2] + stop - start)
         else:

@@ -1,4 +1,4 @@
-"""Arithmetic of cutting a dim into parts, and the cut of a tensor on one rank. Loads no torch."""
+"""Arithmetic of cutting a dim into parts, and helpers to split tensors. Loads no torch."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ __all__ = [
 def divide(numerator: int, denominator: int) -> int:
     """Return the quotient. Raises ValueError if there is a remainder."""
     if numerator % denominator:
-        raise ValueError(f"{numerator} does not divide by {denominator}")
+        raise ValueError(f"{numerator} is not divisible by {denominator}")
     return numerator // denominator
 
 
@@ -37,14 +37,14 @@ def any_of(sizes: list[int]) -> str:
 
 
 def usable(whole: int, size: int) -> str:
-    """Return the sizes below twice `size` that divide `whole`, in words."""
+    """Return the divisors of `whole` that are below twice `size`, in words, for an error text."""
     return any_of([n for n in range(1, 2 * size) if whole % n == 0])
 
 
 def chunk_range(length: int, parts: int, index: int) -> range:
-    """Return part `index` of a dim, cut like `torch.chunk`: ceil(length / parts), the last less.
+    """Return part `index` of a dim that is cut like `torch.chunk`, into ceil(length / parts) each.
 
-    Unlike with `torch.chunk` there are always `parts` of them; the last ones may be empty.
+    The last parts may be shorter or empty; unlike with `torch.chunk` there are always `parts`.
     """
     chunk = -(-length // parts)
     return range(min(length, index * chunk), min(length, (index + 1) * chunk))
@@ -62,13 +62,13 @@ def split_tensor_along_last_dim(
 
 
 class VocabUtility:
-    """Functions that return the entries [first, last) of a vocabulary on a rank."""
+    """Functions that return the range [first, last) of a rank's vocabulary entries."""
 
     @staticmethod
     def vocab_range_from_per_partition_vocab_size(
         per_partition_vocab_size: int, rank: int, world_size: int
     ) -> tuple[int, int]:
-        """Return a rank's range, given the number of entries on each rank."""
+        """Return a rank's range, if each rank has `per_partition_vocab_size` entries."""
         if not 0 <= rank < world_size:
             raise ValueError(f"rank {rank} is not one of {world_size}")
         return rank * per_partition_vocab_size, (rank + 1) * per_partition_vocab_size
@@ -77,7 +77,7 @@ class VocabUtility:
     def vocab_range_from_global_vocab_size(
         global_vocab_size: int, rank: int, world_size: int
     ) -> tuple[int, int]:
-        """Return a rank's range of all entries, cut like tables: the last ranks may get less."""
+        """Return a rank's range of `global_vocab_size` entries; the last ranks may get fewer."""
         if not 0 <= rank < world_size:
             raise ValueError(f"rank {rank} is not one of {world_size}")
         part = chunk_range(global_vocab_size, world_size, rank)

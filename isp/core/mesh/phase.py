@@ -1,4 +1,4 @@
-"""`Phase`, a rank's current activity."""
+"""`Phase`, the phases of a step and of a run."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ __all__ = ["Phase"]
 
 
 class Phase(StrEnum):
-    """A rank's current activity, as hooks, logs and clocks name it."""
+    """The phase of a step, or other work of a run, as hooks, logs and clocks name it."""
 
     DATA = "data loading"
     FORWARD = "forward"
@@ -17,7 +17,7 @@ class Phase(StrEnum):
     """A forward within the backward pass, for activations that were not kept."""
     BACKWARD = "backward"
     FORWARD_BACKWARD = "forward and backward"
-    """All four above, of all micro-batches, which a clock measures as one."""
+    """Forward, loss, recompute and backward of all micro-batches, which a clock measures as one."""
     REDUCE = "gradient reduction"
     OPTIMIZER = "optimizer"
     EVALUATION = "evaluation"

@@ -2,20 +2,8 @@
 
 S tokens of a row, c context ranks
 
-[Note: From both ends]
-Attention's cost is the number of keys that queries see, so a document's last tokens are expensive
-and its first ones cheap. All tokens form a line, document after document, those with the lowest
-mean cost first. A rank takes x tokens from the front of the line and y from its back: x + y are its
-S/c tokens exactly, and bisection finds the y for which the cost is an even share of what is left.
-Then the next rank takes its tokens. For one document this is the zig-zag of ring attention.
-
-    one document, c = 2      0 0 1 1 1 1 0 0
-    three, c = 2             0 0 | 0 0 1 1 | 1 1 1 1 0 0
-
-It always succeeds: in a line sorted by mean cost, the front costs at most the mean of the whole and
-the back at least that, and one token more in y changes the cost by at most that of one token. The
-rest of a document that was cut is sorted in again. So costs are even to about that of one token,
-there are at most 2(c - 1) cuts, and most documents stay whole.
+Documents form a line, cheapest tokens first, and each rank takes tokens from both ends of the line,
+so that all ranks have equal costs. See [Note: From both ends] in docs/design/notes/mesh.md.
 """
 
 from __future__ import annotations
@@ -33,10 +21,10 @@ from numpy.typing import NDArray
 __all__ = ["NO_WINDOWS", "SequenceSplit", "Slice", "Windows"]
 
 Windows = tuple[tuple[int | None, int], ...]
-"""Windows of a model's attention layers in tokens (None: all), each with its number of layers."""
+"""Pairs (window in tokens, number of attention layers with this window); None: no window."""
 
 NO_WINDOWS: Windows = ((None, 1),)
-"""The windows of a model whose layers see all earlier tokens."""
+"""The value of `Windows` for a model whose layers see all earlier tokens."""
 
 _Ints = NDArray[np.int64]
 
@@ -45,48 +33,51 @@ class Slice(NamedTuple):
     """The tokens [begin, end) of a document."""
 
     document: int
+    """Index of the document in the row."""
     begin: int
+    """Index of the slice's first token in its document."""
     end: int
+    """Index after the slice's last token in its document."""
 
 
 @dataclass(frozen=True)
 class SequenceSplit:
-    """The slices of documents that each context rank holds, in the order in which it holds them."""
+    """The slices of documents that each context rank has, in the order of its tokens."""
 
     lengths: tuple[int, ...]
-    """Tokens of each document, in the order of the row."""
+    """Number of tokens of each document, in the order of the row."""
     slices: tuple[tuple[Slice, ...], ...]
-    """Slices of each context rank, by document and begin; each token is in one of them."""
+    """Slices of each context rank, sorted by document and begin; each token is in one slice."""
     windows: Windows = NO_WINDOWS
-    """Windows of the layers whose costs are balanced."""
+    """Windows of the model's layers, whose cost is balanced."""
 
     @classmethod
     def of(
         cls, lengths: Sequence[int], num_ranks: int, windows: Windows = NO_WINDOWS
     ) -> SequenceSplit:
-        """Return the split of such documents: S/c tokens for each rank, at even costs.
+        """Return a split of documents of these lengths: S/c tokens for each rank, at even costs.
 
-        If c does not divide S, the first ranks have a token more. Cached.
-        Source: ours; see [Note: From both ends].
+        If c does not divide S, the first ranks have one token more. Results are cached.
+        Source: ours; see [Note: From both ends] in docs/design/notes/mesh.md.
         """
         return _split(tuple(lengths), num_ranks, windows)
 
     @cached_property
     def costs(self) -> tuple[int, ...]:
-        """Number of keys that the queries of each rank see, summed over the layers of `windows`."""
+        """Cost of each rank: the number of keys that its queries see, summed over all layers."""
         cost = _prefix_cost(self.windows)
         return tuple(sum(cost(end) - cost(begin) for _, begin, end in held) for held in self.slices)
 
     @property
     def imbalance(self) -> float:
-        """Ratio of the greatest to the mean cost, minus 1."""
+        """Greatest cost of a rank divided by the mean cost, minus 1."""
         return max(self.costs) * len(self.costs) / sum(self.costs) - 1
 
     @property
     def order(self) -> _Ints:
-        """Position in the row of each token, in the order of ranks and their slices: [S].
+        """Positions [S] in the row of rank 0's tokens, slice by slice, then of rank 1's, and so on.
 
-        Not cached: a split is kept for long, and this takes 8 bytes a token.
+        Not cached: splits stay in a cache for long, and this takes 8 bytes a token.
         """
         table = np.array([one for held in self.slices for one in held], np.int64).reshape(-1, 3)
         sizes = table[:, 2] - table[:, 1]
@@ -94,7 +85,7 @@ class SequenceSplit:
         return np.repeat(starts - np.cumsum(sizes) + sizes, sizes) + np.arange(sizes.sum())
 
     def repeated(self, rows: int) -> SequenceSplit:
-        """Return this split for each of `rows` equal rows, with documents row after row."""
+        """Return the split of `rows` rows that are each split like this one, as one split."""
         number = len(self.lengths)
         slices = tuple(
             tuple(
@@ -108,7 +99,7 @@ class SequenceSplit:
 
 
 def _prefix_cost(windows: Windows) -> Callable[[Any], Any]:
-    """Return a function: the keys that a document's first n queries see, over all layers.
+    """Return a function of n: how many keys a document's first n queries see, over all layers.
 
     n may be an array.
     """
@@ -117,7 +108,7 @@ def _prefix_cost(windows: Windows) -> Callable[[Any], Any]:
 
     def cost(n: Any) -> Any:
         seen = layers * (n * (n + 1) // 2)
-        for window, number in limited:  # minus the keys that a window hides
+        for window, number in limited:  # subtract the keys that the window hides
             beyond = (n > window) * (n - window)
             seen -= number * (beyond * (beyond + 1) // 2)
         return seen
@@ -127,6 +118,7 @@ def _prefix_cost(windows: Windows) -> Callable[[Any], Any]:
 
 @lru_cache(maxsize=64)
 def _split(lengths: tuple[int, ...], num_ranks: int, windows: Windows) -> SequenceSplit:
+    """Return `SequenceSplit.of`, computed once for each row of documents."""
     line = _Line(lengths, windows)
     held = [line.take(num_ranks - rank) for rank in range(num_ranks)]
     return SequenceSplit(lengths, line.slices(held), windows)
@@ -136,9 +128,10 @@ _Range = tuple[int, int]  # places [begin, end) in a line
 
 
 class _Line:
-    """The tokens in the order of [Note: From both ends]; places count all of them.
+    """All tokens, document after document, lowest mean cost first; ranks take them from both ends.
 
-    Documents are sorted by length once, which sorts them by mean cost.
+    A place is the index of a token in this order. Sorting documents by length sorts them by mean
+    cost. See [Note: From both ends] in docs/design/notes/mesh.md.
     """
 
     def __init__(self, lengths: tuple[int, ...], windows: Windows) -> None:
@@ -158,20 +151,22 @@ class _Line:
             return before
 
         self.cost = cost
-        """The cost of all tokens before a place."""
+        """Function that returns the cost of all tokens before a place."""
         self.starts = starts
+        """Place of each document's first token, then the number of tokens."""
         self.means: list[float] = (costs / sizes).tolist()
+        """Mean cost of a token of each document."""
         self.whole = (0, len(order))
-        """Range of the documents of which no token is taken."""
+        """Range of the documents of which no token has been taken."""
         self.rests: list[_Range] = []
-        """Rests of documents that were cut."""
+        """What is left of documents that were cut."""
 
     def cost_of(self, ranges: Iterable[_Range]) -> int:
         """Return the cost of all tokens in these ranges of places."""
         return sum(self.cost(end) - self.cost(begin) for begin, end in ranges)
 
     def left(self) -> list[_Range]:
-        """Return the tokens that are left, lowest mean cost first."""
+        """Return the ranges of tokens that have not been taken, lowest mean cost first."""
         first, last = (self.starts[i] for i in self.whole)
         ranges = []
         for mean, rest in sorted((self.cost_of([p]) / (p[1] - p[0]), p) for p in self.rests):
@@ -182,7 +177,7 @@ class _Line:
         return [(begin, end) for begin, end in [*ranges, (first, last)] if begin < end]
 
     def take(self, num_ranks: int) -> list[_Range]:
-        """Take the tokens of the next of `num_ranks` ranks, and return their ranges."""
+        """Take the tokens of the next rank, with `num_ranks` left, and return their ranges."""
         left = self.left()
         sizes = list(accumulate((end - begin for begin, end in left), initial=0))
         costs = [self.cost(end) - self.cost(begin) for begin, end in left]
@@ -209,20 +204,20 @@ class _Line:
             return [(begin, end) for begin, end in cut if begin < end]
 
         def excess(y: int) -> int:
-            """Return by how much the cost with y tokens from the back exceeds the even share.
+            """Return by how much the cost with y tokens from the back exceeds an even share.
 
-            Times `num_ranks`, so that it is an integer. It rises with y.
+            It is multiplied by `num_ranks`, to be an integer. It rises with y, so bisection works.
             """
             return num_ranks * (before(tokens - y) + total - before(size - y)) - total
 
         y = bisect_left(range(tokens), 0, key=excess)
-        # Of the two neighbors of the exact share, the nearer.
+        # The exact share is between y - 1 and y: use the nearer one.
         y = min(max(0, y - 1), y, key=lambda y: abs(excess(y)))
         self.keep(between(tokens - y, size - y))
         return between(0, tokens - y) + between(size - y, size)
 
     def keep(self, ranges: list[_Range]) -> None:
-        """Keep only these ranges of tokens."""
+        """Record that only these ranges of tokens are left."""
         self.whole, self.rests = (0, 0), []
         for begin, end in ranges:
             first, last, rests = self.documents_in(begin, end)
@@ -231,7 +226,7 @@ class _Line:
                 self.whole = (self.whole[0] if self.whole[1] else first, last)
 
     def documents_in(self, begin: int, end: int) -> tuple[int, int, list[_Range]]:
-        """Return the documents [first, last) that are whole in a range, and its parts of others."""
+        """Return the documents [first, last) that are whole in a range, and its other parts."""
         first, last = bisect_left(self.starts, begin), bisect_right(self.starts, end) - 1
         if first > last:
             return first, first, [(begin, end)]
@@ -240,8 +235,8 @@ class _Line:
 
     def slices(self, held: list[list[_Range]]) -> tuple[tuple[Slice, ...], ...]:
         """Return the slices of documents in the ranges of each rank, sorted."""
-        # The rank of each whole document; cut and empty ones keep the number of ranks, and are
-        # left out below.
+        # The rank of each whole document. Cut and empty documents keep the value len(held), which
+        # sorts them last, so that they are left out below.
         ranks = np.full(len(self.lengths), len(held), np.int16)
         cut: list[tuple[int, Slice]] = []
         for rank, ranges in enumerate(held):

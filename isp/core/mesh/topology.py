@@ -7,21 +7,8 @@ Both are meshes over the same ranks, in Megatron-LM's order: the last axis varie
 mode the two are sized independently; in the other modes the weights are split over the tensor
 group, so that weight *is* tensor and weight_data *is* data.
 
-[Note: Shared groups] A process group costs buffers, a start and, on CUDA, a stream. Axes of the
-same ranks share one if no transfer is delayed by it. A group runs its transfers in the order of
-their launch, which has to be the same on all its ranks. Every axis is of one of these kinds:
-
-- its transfers block compute (tensor and its parts), are prefetched (weight), or wait for another
-  stage (pipeline): each of these axes has a group of its own, except that expert, whose transfers
-  block compute, too, shares the group of tensor;
-- weight_data sums gradients in backward, when zero1 has finished publishing new weights: the two
-  share a group;
-- all other axes sum values at the begin or end of a step, or gradients of replicated weights: they
-  share a group, but not with zero1, as compute waits for the first sums of a step while weights are
-  still being published.
-
-All ranks of a group launch the same sums in the same order, in a pipeline, too: sums that span
-stages are launched outside of its schedule.
+Axes with the same ranks share a process group if neither delays the other.
+See [Note: Shared groups] in docs/design/notes/mesh.md.
 """
 
 from __future__ import annotations
@@ -40,7 +27,7 @@ __all__ = ["Axis", "Topology"]
 class Axis(StrEnum):
     """A division of the world into groups; every rank is in exactly one group of each axis."""
 
-    __hash__ = str.__hash__  # Python 3.11's Enum hashes in Python code, on every look-up
+    __hash__ = str.__hash__  # Python 3.11's Enum hashes in Python code, which slows every look-up
 
     TENSOR = "tensor"
     """Ranks that share one sequence (the TP group; in isp mode the SP group)."""
@@ -56,7 +43,7 @@ class Axis(StrEnum):
     """Ranks of a weight group that have different experts of a layer, and send each other tokens;
     without expert parallelism, the rank alone."""
     EXPERT_WEIGHT = "expert_weight"
-    """Ranks of a weight group that gather the same experts; without it, all of the group."""
+    """Ranks of a weight group that gather the same experts; by default all of the group."""
     WEIGHT_DATA = "weight_data"
     """Ranks that hold the same weight shard."""
     ZERO1 = "zero1"
@@ -73,43 +60,52 @@ class Axis(StrEnum):
 
 
 _FULLY_SHOWN_RANKS = 16
-"""Ranks up to which every group is printed, with every rank."""
+"""Largest world size for which every group is printed, with every rank."""
 _SHOWN_WORDS = 4
-"""Ranks of a group, or groups of an axis, that are all printed in larger worlds, too."""
+"""Lists of up to so many ranks or groups are printed completely in larger worlds, too."""
 _MAY_SHARE = (
     (Axis.TENSOR, Axis.EXPERT),
     (Axis.WORLD, Axis.STAGE, Axis.DATA, Axis.EMBEDDING),
     (Axis.WEIGHT_DATA, Axis.ZERO1),
 )
-"""Axes that share a process group if their ranks are the same [Note: Shared groups]."""
+"""Axes that share a process group if they have the same ranks [Note: Shared groups]."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Topology:
-    """The sizes of a run and the groups that follow from them, without process groups.
+    """The sizes of a run and the groups of ranks that follow from them; makes no process groups.
 
     Raises ValueError, naming the key, its value and the accepted ones, if the sizes do not fit.
     """
 
     world_size: int
+    """Number of all ranks."""
     mode: Mode
     tensor: int
+    """Number of ranks that share one sequence."""
     weight: int
+    """Number of ranks that together have one copy of a stage's weights."""
     pipeline: int
+    """Number of pipeline stages."""
     zero1: int
+    """Number of ranks over which the optimizer states of one weight shard are split."""
     context: int = 1
-    """Ranks of a tensor group that attend with the same heads."""
+    """Number of ranks of a tensor group that attend with the same heads."""
     expert: int = 1
-    """Ranks of a weight group that have different experts."""
+    """Number of ranks of a weight group that have different experts."""
     head_first: bool = True
     """True if the ranks of a head group are neighbors, False if those of a context group are."""
     reduces_apart: bool = False
-    """Gradients of weights are reduced over process groups of their own."""
+    """True if gradients of weights are reduced over process groups of their own."""
 
     @classmethod
     def create(cls, world_size: int, parallel: ParallelConfig) -> Topology:
-        """Return the topology of `parallel` on `world_size` ranks. Raises ValueError as above."""
+        """Return the topology of `parallel` on `world_size` ranks.
+
+        Raises ValueError, naming the key, if a size does not divide what it has to divide.
+        """
         mode, tensor, pipeline = parallel.tensor.mode, parallel.tensor.size, parallel.pipeline.size
+        # In other modes than isp, weights are cut over the tensor group.
         weight = parallel.weight.size if mode.gathers_weights else tensor
         _require_divides("parallel.pipeline.size", pipeline, "the world size", world_size)
         stage = world_size // pipeline
@@ -118,6 +114,7 @@ class Topology:
         if mode.gathers_weights:
             _require_divides("parallel.weight.size", weight, ranks, stage)
         replicas = stage // weight
+        # 0 and -1 mean all replicas.
         zero1 = parallel.zero1.size if parallel.zero1.size > 0 else replicas
         axis = Axis.WEIGHT_DATA if mode.gathers_weights else Axis.DATA
         _require_divides("parallel.zero1.size", zero1, f"the {axis} size", replicas)
@@ -136,12 +133,12 @@ class Topology:
 
     @property
     def head(self) -> int:
-        """Ranks of a tensor group that exchange tokens for heads."""
+        """Number of ranks of a tensor group that exchange tokens for heads."""
         return self.tensor // self.context
 
     @property
     def expert_weight(self) -> int:
-        """Ranks that gather the same experts."""
+        """Number of ranks that gather the same experts."""
         return self.weight // self.expert
 
     @property
@@ -151,21 +148,21 @@ class Topology:
 
     @property
     def stage(self) -> int:
-        """Ranks in one pipeline stage."""
+        """Number of ranks in one pipeline stage."""
         return self.world_size // self.pipeline
 
     @property
     def data(self) -> int:
-        """Sequences (sequence groups) that a stage works on at once."""
+        """Number of tensor groups in a stage, each of which computes another sequence."""
         return self.stage // self.tensor
 
     @property
     def weight_data(self) -> int:
-        """Copies of the weights in a stage."""
+        """Number of copies of the weights in a stage."""
         return self.stage // self.weight
 
     def size(self, axis: Axis) -> int:
-        """Return the number of ranks in each group of `axis` (of embedding, in the first)."""
+        """Return the number of ranks in a group of `axis` (for embedding: in the first group)."""
         return len(self.groups(axis)[0])
 
     def groups(self, axis: Axis) -> list[list[int]]:
@@ -180,11 +177,13 @@ class Topology:
                 return _strided(range(self.world_size), self.stage)
             case Axis.EMBEDDING:
                 pipelines = self.groups(Axis.PIPELINE)
+                # One rank if there is one stage; ranks of the stages between are alone.
                 ends = [sorted({pipeline[0], pipeline[-1]}) for pipeline in pipelines]
                 return ends + [[rank] for pipeline in pipelines for rank in pipeline[1:-1]]
             case Axis.TENSOR:
                 return [g for s in stages for g in _consecutive(s, self.tensor)]
             case Axis.HEAD | Axis.CONTEXT:
+                # Groups of one of the two axes are neighbors; the other takes every `near`-th rank.
                 near = self.head if self.head_first else self.context
                 cut = _consecutive if (axis is Axis.HEAD) is self.head_first else _strided
                 return [g for sequence in self.groups(Axis.TENSOR) for g in cut(sequence, near)]
@@ -192,6 +191,7 @@ class Topology:
                 return [g for s in stages for g in _strided(s, self.tensor)]
             case Axis.WEIGHT:
                 return [g for s in stages for g in _consecutive(s, self.weight)]
+            # Neighbors gather the same experts; ranks with different experts are further apart.
             case Axis.EXPERT:
                 weights = self.groups(Axis.WEIGHT)
                 return [g for ranks in weights for g in _strided(ranks, self.expert_weight)]
@@ -205,10 +205,10 @@ class Topology:
                 return [g for ranks in replicas for g in _consecutive(ranks, self.zero1)]
 
     def channel_axis(self, axis: Axis) -> Axis:
-        """Return the axis whose channel serves `axis`, so that its ranks open no second one.
+        """Return the axis whose channel `axis` uses, because it has the same ranks and purpose.
 
-        It is tensor for head or context if that is all of tensor, weight for expert_weight without
-        expert parallelism, else `axis` itself.
+        It is tensor for head or context if one of them is all of tensor, weight for expert_weight
+        without expert parallelism, and `axis` itself in all other cases.
         """
         if axis is Axis.EXPERT_WEIGHT and self.expert == 1:
             return Axis.WEIGHT
@@ -218,13 +218,14 @@ class Topology:
     def group_axis(self, axis: Axis) -> Axis:
         """Return the axis whose process group `axis` uses: the first that may share, or itself."""
         if axis is Axis.WEIGHT and not self.mode.gathers_weights:
-            return Axis.TENSOR  # the same ranks, and no weight travels
+            return Axis.TENSOR  # the same ranks, and no weight is sent
+        # All groups are compared, not only this rank's: all ranks must come to the same result.
         kind = next((axes for axes in _MAY_SHARE if axis in axes), (axis,))
         return next(a for a in kind if sorted(self.groups(a)) == sorted(self.groups(axis)))
 
     @property
     def process_groups(self) -> dict[Axis, list[Axis]]:
-        """The axes of more than one rank, by the axis whose process group they use."""
+        """The axes with groups of several ranks, by the axis whose process group they use."""
         shared: dict[Axis, list[Axis]] = {}
         for axis in Axis:
             if self.channel_axis(axis) is axis and max(map(len, self.groups(axis))) > 1:
@@ -240,7 +241,7 @@ class Topology:
         return self.group_of(axis, rank).index(rank)
 
     def sizes(self) -> list[str]:
-        """Return the meshes' sizes, a line each: `world 8 = pipeline 1 x data 4 x tensor 2`."""
+        """Return the sizes of the meshes as lines: `world 8 = pipeline 1 x data 4 x tensor 2`."""
         world = f"world {self.world_size} = pipeline {self.pipeline}"
         lines = [f"{world} x data {self.data} x tensor {self.tensor}"]
         if self.context > 1:
@@ -254,7 +255,7 @@ class Topology:
         return lines
 
     def describe(self) -> str:
-        """Return sizes and groups as text; it is logged before anything runs."""
+        """Return sizes and groups as text, for the log at the start of a run."""
         shown = [Axis.TENSOR, Axis.DATA, Axis.PIPELINE]
         if self.context > 1:
             shown[1:1] = [Axis.HEAD, Axis.CONTEXT]
@@ -280,7 +281,7 @@ class Topology:
     def _describe_process_groups(self) -> str:
         """Return the process groups in words: `2 process groups per rank: tensor, world = stage`.
 
-        A second line adds those that a run opens for values in CPU memory, of which GPUs need more.
+        A second line names those for values in CPU memory; a run on GPUs opens more of them.
         """
         named = [" = ".join(axes) for axes in self.process_groups.values()]
         if self.reduces_apart and self.weight > 1:
@@ -305,10 +306,10 @@ def _require_divides(key: str, value: int, whole_name: str, whole: int) -> None:
 
 
 def _consecutive(ranks: Sequence[int], size: int) -> list[list[int]]:
-    """Cut `ranks` into groups of `size` neighbors."""
+    """Return `ranks` cut into groups of `size` neighbors."""
     return [list(ranks[i : i + size]) for i in range(0, len(ranks), size)]
 
 
 def _strided(ranks: Sequence[int], stride: int) -> list[list[int]]:
-    """Cut `ranks` into `stride` groups, each of every `stride`-th rank."""
+    """Return `ranks` cut into `stride` groups, each of every `stride`-th rank."""
     return [list(ranks[i::stride]) for i in range(stride)]

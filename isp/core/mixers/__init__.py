@@ -1,1 +1,1 @@
-"""Layers that mix tokens by convolutions and scans, over sequences that are split over ranks."""
+"""Convolutions and scans that mix the tokens of sequences which are split over ranks."""

@@ -1,7 +1,7 @@
-"""The calls by which a model mixes tokens other than by attention, and their redirection.
+"""Convolutions and scans as a user's model calls them, and their redirection to all ranks.
 
-B batch, S sequence (S' the tokens of a rank), C channels, K taps; H heads of values, G heads of
-keys, d and e their sizes; P features of a head, N numbers of its state
+B batch, S sequence (S' tokens of a rank), C channels, K taps; H heads of values with e features, G
+heads of keys with d features; P features of a head of a state-space model, N numbers of its state
 """
 
 from __future__ import annotations
@@ -32,33 +32,33 @@ __all__ = [
 
 
 class Mixers(Protocol):
-    """The mixers that a parallelized model's calls go to."""
+    """The mixers that a parallelized model calls: each works on all ranks of a sequence."""
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Tensor:
-        """Attend as `isp.core.attention.api.Attend`."""
+        """Attend with the arguments of `isp.core.attention.api.Attend`."""
 
     def convolve(self, x: Tensor, weight: Tensor, bias: Tensor | None, dilation: int) -> Tensor:
         """Convolve x [B, S', C] with weight [C, K] and bias [C] -> [B, S', C]."""
 
     def scan(self, recurrence: Recurrence, inputs: Inputs) -> Tensor:
-        """Scan tokens [B, S', ..] -> [B, S', H, ..], of the shape of the first of heads' inputs."""
+        """Scan tokens [B, S', ..] -> [B, S', H, ..], with the shape of `inputs.of_heads[0]`."""
 
     def choose(self, indexer: Indexer) -> Tensor:
-        """Return the numbers of the keys that tokens attend to, [B, S', G, n]; see `Chosen`."""
+        """Return the indices of the keys that tokens attend to, [B, S', G, n]; see `Chosen`."""
 
 
 _mixers: ContextVar[Mixers | None] = ContextVar("mixers", default=None)
-"""The mixers that calls go to; set while a parallelized model runs."""
+"""The mixers that run this module's calls; set while a parallelized model runs."""
 
 
 def current_mixers() -> Mixers | None:
-    """Return the mixers that calls go to; None outside of a parallelized model's forward."""
+    """Return the mixers that run this module's calls; None outside of a parallelized forward."""
     return _mixers.get()
 
 
 @contextmanager
 def mix_by(mixers: Mixers) -> Iterator[None]:
-    """Send calls of this module, and of attention, in this context to `mixers`."""
+    """Let `mixers` run all calls of this module, and of attention, in this context."""
     token = _mixers.set(mixers)
     try:
         with attend_by(mixers.attend):
@@ -75,7 +75,7 @@ def causal_conv1d(
     activation: str | None = None,
     dilation: int = 1,
 ) -> Tensor:
-    """Convolve each channel causally; `isp.parallelize` spreads the call over the ranks.
+    """Convolve each channel causally; `isp.parallelize` distributes the call over the ranks.
 
     x [B, S, C], weight [C, K] (the last tap is the token's own), bias [C] -> [B, S, C].
     `activation`: None, "silu" or "swish". Outside of a parallelized model, each sequence is one
@@ -94,11 +94,12 @@ def causal_conv1d(
 def gated_delta_rule(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, *, normalise: bool = True
 ) -> Tensor:
-    """Scan by the gated delta rule; `isp.parallelize` spreads the call over the ranks.
+    """Scan by the gated delta rule; `isp.parallelize` distributes the call over the ranks.
 
-    q and k [B, S, G, d], v [B, S, H, e], beta [B, S, H], and g the logarithm of the decay:
-    [B, S, H], or [B, S, H, d] for one a feature (KDA) -> [B, S, H, e]; G divides H. `normalise`
-    scales q and k to length 1. Outside of a parallelized model, each sequence is one document.
+    q and k [B, S, G, d], v [B, S, H, e], beta [B, S, H], and g, the logarithm of the decay:
+    [B, S, H], or [B, S, H, d] with a decay for each feature (KDA) -> [B, S, H, e]; G divides H.
+    `normalise` scales q and k to length 1. Outside of a parallelized model, each sequence is one
+    document.
     """
     return _scanned(DeltaRule(normalise=normalise), Inputs((v, g, beta), (q, k)))
 
@@ -115,7 +116,7 @@ def state_space_scan(
     dt_softplus: bool = False,
     dt_limit: tuple[float, float] = (0.0, float("inf")),
 ) -> Tensor:
-    """Scan by a state-space model; `isp.parallelize` spreads the call over the ranks.
+    """Scan by a state-space model; `isp.parallelize` distributes the call over the ranks.
 
     Mamba2, with A [H]: x [B, S, H, P], dt [B, S, H], B and C [B, S, G, N], D and dt_bias [H] ->
     [B, S, H, P]; G divides H. Mamba's selective scan, with A [C, N]: x and dt [B, S, C], B and C
@@ -133,7 +134,7 @@ def state_space_scan(
 
 
 def _scanned(recurrence: Recurrence, inputs: Inputs) -> Tensor:
-    """Scan by the current mixers, or, without them, with each sequence as one document."""
+    """Scan by the current mixers; if there are none, each sequence is one document."""
     mixers = _mixers.get()
     if mixers is not None:
         return mixers.scan(recurrence, inputs)

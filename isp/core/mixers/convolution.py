@@ -2,13 +2,14 @@
 
 T tokens of this rank, C channels, K taps, n slices of documents on this rank
 
-Each slice needs the `reach` = (K - 1) * dilation tokens before it in its document. Those on other
-ranks (a halo) are fetched by the route that fetches keys for a window of reach + 1 tokens. All
-slices, each after its halo, or after zeros at the begin of a document, are convolved in one call.
+Each slice needs the `reach` = (K - 1) * dilation tokens before it in its document, its halo. What
+other ranks have of it is fetched by the same route as keys for a window of reach + 1 tokens. All
+slices are convolved in one call, each after its halo, or after zeros at the begin of a document.
 
     own [T, C] --halo, all-to-all--> [L, C] --zeros--> [L + .., C] --convolution--> own [T, C]
 
-backward   the gradient of the halo returns by the transposed all-to-all and is added up
+backward   the gradient of the halo returns by the transposed all-to-all and is added to that of
+           the rank that has the tokens
 """
 
 from __future__ import annotations
@@ -47,15 +48,16 @@ def convolve(
         tag = Tag(Purpose.HALO, tensor="convolution.halo")
         exchange = KeyExchange(placement.channel, route.on(x.device), tag)
         (x,) = exchanged(exchange, x.contiguous())
-    if not len(x):  # backward has to reach the exchange, with zeros for weight and bias
+    if not len(x):  # backward must reach the exchange, with zeros for weight and bias
         return joined(x, weight, bias)
     rows, kept = _layout(placement, reach, x.device)
+    # Row 0 is the zero row, which `rows` selects for tokens before the begin of a document.
     padded = torch.cat((x.new_zeros(1, x.shape[1]), x)).index_select(0, rows)
     return _convolved(padded[None], weight, bias, dilation)[0].index_select(0, kept)
 
 
 def _convolved(x: Tensor, weight: Tensor, bias: Tensor | None, dilation: int) -> Tensor:
-    """Convolve x [B, reach + S, C] -> [B, S, C], by a kernel or in the weight's dtype."""
+    """Convolve x [B, reach + S, C] -> [B, S, C] by a kernel, or in the weight's dtype by torch."""
     found = kernels.causal_convolution(x, weight, bias, dilation)
     if found is not None:
         return found
@@ -70,21 +72,22 @@ def _convolved(x: Tensor, weight: Tensor, bias: Tensor | None, dilation: int) ->
 
 
 def _layout(placement: Placement, reach: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return index tensors: rows of the convolution's input, and positions of its result to keep.
+    """Return two index tensors: of the convolution's input rows, and of its results to keep.
 
-    The first index the tensor [1 + L] of a zero row and the arrived rows. The second selects this
-    rank's tokens from the result, which is `reach` shorter than the input.
+    The first indexes the tensor [1 + L] of a zero row and the rows that arrived. The second selects
+    this rank's tokens from the result, which is `reach` shorter than the input.
     """
     found: dict[tuple[int, torch.device], tuple[Tensor, Tensor]] = placement.layouts
     if (reach, device) not in found:
         mask = placement.halo(reach).mask
         tokens = np.array(mask.lengths, np.int64)
         seen = np.array(mask.key_lengths, np.int64)
-        size = tokens + reach  # of each slice in the input
+        size = tokens + reach  # number of input rows of each slice
         start = np.cumsum(size) - size
         place = np.arange(size.sum())
-        of = np.repeat(np.arange(len(size)), size)
-        inside = place - start[of] - (size - seen)[of]  # among the tokens that the slice sees
+        of = np.repeat(np.arange(len(size)), size)  # slice of each input row
+        # Index among the tokens that the slice sees; negative before the begin of its document.
+        inside = place - start[of] - (size - seen)[of]
         first = np.cumsum(seen) - seen
         rows = np.where(inside < 0, 0, 1 + first[of] + inside)
         kept = np.flatnonzero(place - start[of] >= reach) - reach

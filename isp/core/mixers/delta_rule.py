@@ -1,11 +1,12 @@
 """The gated delta rule, and its form with a decay for each feature (KDA), by scan chunks of tokens.
 
-T tokens, H heads of values, G heads of keys (G divides H), K and V their sizes, c tokens of a chunk
+T tokens, H heads of values with V features, G heads of keys with K features (G divides H), c tokens
+of a chunk
 
     S_t = D_t S_(t-1) + beta_t k_t (v_t - k_t^T D_t S_(t-1))^T       S [K, V], D_t = exp(g_t)
     o_t = S_t^T q_t / sqrt(K)
 
-g is the logarithm of the decay: [T, H] for one a head, [T, H, K] for one a feature of its keys.
+g is the logarithm of the decay: [T, H], or [T, H, K] with a decay for each feature of the keys.
 
 Within a chunk, with decays a_t = exp(g_1 + .. + g_t) and A the strict lower triangle of
 beta_i (k_i a_i / a_j) . k_j, the corrected values are U - W S, where
@@ -30,15 +31,16 @@ from isp.core.mixers.recurrence import Inputs, by_segment, decays, in_chunks
 __all__ = ["DeltaRule"]
 
 _CHUNK = {2: 64, 3: 16}
-"""Tokens of a chunk by the dims of g; with [T, H, K] each pair of tokens takes K numbers."""
+"""Tokens of a chunk, by the number of dims of g: with g [T, H, K], each pair of tokens has K decays
+in memory, so chunks are shorter."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DeltaRule:
-    """The scan of `isp.gated_delta_rule`; inputs of heads are v, g and beta, of groups q and k."""
+    """The scan of `isp.gated_delta_rule`: `of_heads` are v, g and beta, `of_groups` q and k."""
 
     normalise: bool
-    """Scale q and k of each token to length 1."""
+    """True: q and k of each token are scaled to length 1."""
 
     def scan(
         self, inputs: Inputs, lengths: Sequence[int], initial: Tensor | None
@@ -63,10 +65,10 @@ class DeltaRule:
         return out.to(inputs.of_heads[0].dtype), states
 
     def summary(self, inputs: Inputs, lengths: Sequence[int]) -> Tensor:
-        """Return [n, H K (V + K)]: for each row of keys the state from zero, then the transition.
+        """Return the summaries [n, H K (V + K)] of segments: final state from zero, transition.
 
-        The values are widened by K zeros and the scan begins with [0 | 1], so that any kernel with
-        an initial state computes both in one call.
+        A summary is [H, K, V + K], flat. The values are widened by K zeros and the scan begins with
+        the state [0 | identity]. So any kernel with an initial state computes both in one call.
         """
         (v, *others), k = inputs.of_heads, inputs.of_groups[1]
         key_size = k.shape[2]
@@ -78,22 +80,22 @@ class DeltaRule:
         return self.scan(wide, lengths, begin)[1].flatten(1)
 
     def summary_size(self, inputs: Inputs) -> int:
-        """Return the elements of a summary."""
+        """Return the number of elements of a summary."""
         v, k = inputs.of_heads[0], inputs.of_groups[1]
         return v.shape[1] * k.shape[2] * (v.shape[2] + k.shape[2])
 
     def state_size(self, inputs: Inputs) -> int:
-        """Return the elements of a document's state."""
+        """Return the number of elements of a document's state."""
         v, k = inputs.of_heads[0], inputs.of_groups[1]
         return v.shape[1] * k.shape[2] * v.shape[2]
 
     def flops(self, inputs: Inputs) -> int:
-        """Return a token's operations: products of a state with key and query, and its change."""
+        """Return the FLOPs of a token: products of a state with key and query, and its change."""
         v, k = inputs.of_heads[0], inputs.of_groups[1]
         return 6 * v.shape[1] * k.shape[2] * v.shape[2]
 
     def after(self, summary: Tensor, state: Tensor | None, inputs: Inputs) -> Tensor:
-        """Return the state [H, K, V] after a segment, from its summary and `state`."""
+        """Return the state [H, K, V] after a segment with `summary` that begins with `state`."""
         v, k = inputs.of_heads[0], inputs.of_groups[1]
         wide = summary.view(v.shape[1], k.shape[2], v.shape[2] + k.shape[2])
         from_zero, transition = wide[..., : v.shape[2]], wide[..., v.shape[2] :]
@@ -109,20 +111,23 @@ def _scan(
     size, length = min(_CHUNK[g.dim()], len(q)), len(q)
     # Padded with zero tokens, which neither decay (g = 0) nor write.
     q, k, v, g, beta = (in_chunks(x, size) for x in (q, k, v, g, beta))  # [N, H, c, ..]
-    kept, pair = decays(g)  # [N, H, c] and [N, H, c, c], or those with K
+    # Decay from before the chunk to each token, and from each token to each later one.
+    kept, pair = decays(g)  # [N, H, c] and [N, H, c, c], each with K if g has it
     if g.dim() == 3:
         kk, qk = (k @ k.mT) * pair, (q @ k.mT) * pair
         kept, pair = kept.unsqueeze(-1), pair.unsqueeze(-1)
     else:
         kk = torch.einsum("nhik,nhjk,nhijk->nhij", k, k, pair)
         qk = torch.einsum("nhik,nhjk,nhijk->nhij", q, k, pair)
+    # (I + A) [U | W] = beta [v | k a], as in the docstring of this file: `system` is A.
     system = (beta.unsqueeze(-1) * kk).tril(-1)
     given = beta.unsqueeze(-1) * torch.cat((v, k * kept), -1)
     solved = torch.linalg.solve_triangular(system, given, upper=False, unitriangular=True)
     values, keys = solved.split((v.shape[-1], k.shape[-1]), -1)  # U and W
-    written, last = k * pair[:, :, -1], kept[:, :, -1].unsqueeze(-1)  # [N, H, 1 or K, 1]
+    # Keys, decayed to the end of the chunk; and the decay over the whole chunk.
+    written, last = k * pair[:, :, -1], kept[:, :, -1].unsqueeze(-1)  # last: [N, H, 1 or K, 1]
     outs = []
-    # Only this loop is sequential: everything else was computed for all chunks at once.
+    # Only this loop over chunks is sequential: all else was computed for all chunks at once.
     for value, key, query, inside, decay, write in zip(
         *(x.unbind() for x in (values, keys, q * kept, qk, last, written.mT)),
         strict=True,

@@ -1,19 +1,12 @@
 """Scans and convolutions by kernels of other packages, on CUDA.
 
-T tokens, H heads of values, G heads of keys or groups, K and V their sizes; P features of a head, N
-numbers of its state; C channels; n segments: ranges of tokens of one document
+T tokens, H heads of values with V features, G heads of keys with K features, or groups; P features
+of a head, N numbers of its state; C channels; n segments: ranges of tokens of one document
 
-[Note: Kernels] On CUDA, in bfloat16, float16 or float32, a package's kernel computes if it is
-installed and supports the sizes; which one, or why none, is logged once. ISP's torch code computes
-in all other cases, and with deterministic algorithms, as some kernels' backward adds by atomics.
-Summaries use the same kernels (`DeltaRule.summary` widens the values), so that a rank needs no
-other scan; Mamba2's summary is one product, without a scan.
-
-[Note: Tokens that carry states] `selective_scan_fn` scans one document from a state of zeros, and
-its final state has no gradient. So tokens are added around each segment: one with a huge step
-and nothing to write, which makes the old state decay to zero; N with a tiny step that write the
-initial state, one number of each channel each; N with no step that read the final state in the same
-way.
+A kernel is used in bfloat16, float16 or float32 if its package is installed and supports the sizes;
+which one, or why none, is logged once. Otherwise ISP's torch code computes, and also with
+deterministic algorithms, because the backward of some kernels adds by atomics. Summaries use the
+same kernels (`DeltaRule.summary` widens the values); Mamba2's summary is one product, not a scan.
 
 Sources: github.com/fla-org/flash-linear-attention, fla/ops/gated_delta_rule/chunk.py and
 fla/ops/kda/chunk.py; github.com/state-spaces/mamba, mamba_ssm/ops/triton/ssd_combined.py and
@@ -44,26 +37,28 @@ logger = logging.getLogger(__name__)
 _DEVICES = ("cuda",)
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _MOST = 256
-"""Features of a key, or numbers of a state, that kernels support at most."""
+"""Largest number of features of a key, or numbers of a state, that the kernels support."""
 _CHUNK = 256
 """Tokens of a chunk of Mamba2, mamba_ssm's default."""
-_ENDLESS, _HARDLY = 1e20, 2.0**-50
-"""Steps of tokens that carry states [Note: Tokens that carry states]."""
+_ERASING_STEP, _WRITING_STEP = 1e20, 2.0**-50
+"""Steps dt of tokens that erase a state, and write one: see [Note: Tokens that carry states] in
+docs/design/notes/mixers.md."""
 
 
 def delta_rule(
     inputs: Inputs, lengths: Sequence[int], initial: Tensor | None, *, normalise: bool
 ) -> tuple[Tensor, Tensor] | None:
-    """Scan like `Recurrence.scan` of the gated delta rule; return None without a kernel.
+    """Return what `Recurrence.scan` does for the gated delta rule, by a kernel; None: no kernel.
 
-    One call for all segments, [1, T, ..]; states [n, H, K, V] in float32 both ways, with gradients.
+    One call computes all segments, as [1, T, ..]. Initial and final states [n, H, K, V] are float32
+    and have gradients.
     """
     (v, g, beta), (q, k) = inputs.of_heads, inputs.of_groups
     found = ("fla.ops.gated_delta_rule", "chunk_gated_delta_rule")
     if g.dim() == 3:
         found = ("fla.ops.kda", "chunk_kda")
     kernel = _kernel(*found, ("cu_seqlens", "cu_seqlens_cpu"), v, [k.shape[-1]])
-    if kernel is None or min(lengths, default=0) == 0:
+    if kernel is None or min(lengths, default=0) == 0:  # empty segments: ISP's code
         return None
     wide = torch.promote_types(v.dtype, torch.float32)
     ends = torch.tensor([0, *accumulate(lengths)])
@@ -75,7 +70,7 @@ def delta_rule(
         output_final_state=True,
         use_qk_l2norm_in_kernel=normalise,
         cu_seqlens=pinned_memory.send(ends, v.device),
-        cu_seqlens_cpu=ends,
+        cu_seqlens_cpu=ends,  # or the kernel would read the ends back from the device
     )
     return out[0], states
 
@@ -88,11 +83,11 @@ def mamba2(
     dt_softplus: bool,
     dt_limit: tuple[float, float],
 ) -> tuple[Tensor, Tensor | None] | None:
-    """Scan like `Recurrence.scan` of Mamba2; return None without a kernel.
+    """Return what `Recurrence.scan` does for Mamba2, by a kernel; None: no kernel.
 
-    Several segments from zeros are one call with `seq_idx`. Its final states would have no
-    backward, so None is returned for them. With initial states there is a call for each segment,
-    as a call takes one.
+    Several segments from zeros are one call with `seq_idx`. The final states of such a call have no
+    gradient, so None is returned for them. With initial states there is one call for each segment,
+    because a call has only one initial state.
     """
     (x, dt), (B, C) = inputs.of_heads, inputs.of_groups
     A, D, dt_bias = inputs.constants
@@ -105,6 +100,7 @@ def mamba2(
     parts = (x, dt, B.to(x.dtype), C.to(x.dtype))
     if initial is None and len(lengths) > 1:
         counts = pinned_memory.send(torch.tensor(lengths), x.device)
+        # With `output_size`, the host does not wait for the sum of the counts.
         index = torch.repeat_interleave(counts, output_size=len(x)).int().unsqueeze(0)
         x, dt, B, C = (t.unsqueeze(0) for t in parts)
         return kernel(x, dt, A, B, C, _CHUNK, seq_idx=index, **options)[0], None
@@ -124,24 +120,26 @@ def selective_scan(
 ) -> tuple[Tensor, Tensor] | None:
     """Return results [T, C], without the term of D, and final states [n, C, N]; None: no kernel.
 
-    A [C, N]; xs are x and dt (not below 0) [T, C], B and C [T, 1, N], all float32. One call for all
-    segments [Note: Tokens that carry states].
+    A is [C, N]; xs are x and dt >= 0 [T, C], B and C [T, 1, N], all float32. One call computes all
+    segments. See [Note: Tokens that carry states] in docs/design/notes/mixers.md.
     """
     (x, dt, B, C), size = xs, A.shape[1]
     name = "mamba_ssm.ops.selective_scan_interface"
     kernel = _kernel(name, "selective_scan_fn", (), x, [size], extension="selective_scan_cuda")
     if kernel is None:
         return None
+    # N added tokens: as B or C, row i of `one` selects number i of the states, `none` selects none.
     none, one = x.new_zeros(size, size), torch.eye(size, dtype=x.dtype, device=x.device)
-    still = x.new_zeros(size, x.shape[1])
+    still = x.new_zeros(size, x.shape[1])  # as x or dt: no input, no step
     before, parts = 1 if initial is None else 1 + size, []
     begins = [None] * len(lengths) if initial is None else list(initial.unbind())
     segments = (t.split(list(lengths)) for t in (x, dt, B[:, 0], C[:, 0]))
     for x, dt, B, C, begin in zip(*segments, begins, strict=True):
-        parts.append((still[:1], still[:1] + _ENDLESS, none[:1], none[:1]))
-        if begin is not None:
-            parts.append((begin.to(x.dtype).T / _HARDLY, still + _HARDLY, one, none))
-        parts += [(x, dt, B, C), (still, still, none, one)]
+        # Erase the state of the segment before.
+        parts.append((still[:1], still[:1] + _ERASING_STEP, none[:1], none[:1]))
+        if begin is not None:  # write the initial state: dt x = begin, without a decay
+            parts.append((begin.to(x.dtype).T / _WRITING_STEP, still + _WRITING_STEP, one, none))
+        parts += [(x, dt, B, C), (still, still, none, one)]  # the segment; read its final state
     x, dt, B, C = (torch.cat(xs).T.unsqueeze(0) for xs in zip(*parts, strict=True))  # [1, .., T']
     found = kernel(x, dt, A, B, C)[0].T
     sizes = [part for length in lengths for part in (before, length, size)]
@@ -154,7 +152,8 @@ def causal_convolution(
 ) -> Tensor | None:
     """Convolve x [B, reach + S, C] with weight [C, K] -> [B, S, C]; None: no kernel.
 
-    Documents come after zeros or their halo, so the kernel needs no `seq_idx`; channels are last.
+    Each document comes after zeros or its halo, so the kernel needs no `seq_idx`. The kernel gets
+    x with channels last in memory.
     """
     channels, taps = weight.shape
     fault = ""
@@ -178,7 +177,10 @@ def _kernel(
     extension: str = "",
     fault: str = "",
 ) -> Callable[..., Any] | None:
-    """Return `module.name` if it supports x's device and dtype and these sizes, else None."""
+    """Return `module.name` if it supports x's device, dtype and `sizes`, else None; logs once.
+
+    `needed`: parameters that the function must have. `fault`: a reason known before, or "".
+    """
     if x.device.type not in _DEVICES:
         return None
     kernel = None
@@ -198,7 +200,7 @@ def _kernel(
 def _imported(
     module: str, name: str, needed: tuple[str, ...], extension: str
 ) -> tuple[Callable[..., Any] | None, str]:
-    """Return the function, or None and the reason."""
+    """Return (function, ""), or (None, the reason) if it is missing or lacks parameters."""
     try:
         if extension:
             import_module(extension)
@@ -212,7 +214,7 @@ def _imported(
 
 @cache
 def _report(name: str, fault: str) -> None:
-    """Log once which code computes."""
+    """Log whether the kernel `name` is used, or why not; once for each kernel and reason."""
     if fault:
         logger.info("mixers: using ISP's torch code; %s is unavailable: %s", name, fault)
     else:

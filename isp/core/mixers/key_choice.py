@@ -1,24 +1,18 @@
 """The choice of keys for sparse attention, in sequences that are split over ranks.
 
-B batch, S' and T = B S' the tokens of this rank, R queries and C keys of a tile, D size of a key,
-G choices of a query, n numbers of a choice
+B batch, S' tokens of a sequence on this rank, T = B S'; R queries and C keys of a tile, D size of
+an index key, G choices of a query, n indices of a choice
 
-An indexer scores a query against all earlier keys of its document, by small keys of its own, and
-keeps the best. Each slice of a document receives the earlier index keys by the route that fetches
+An indexer scores a query against all earlier keys of its document, by small index keys of its own,
+and keeps the best. Each slice of a document receives the earlier index keys by the same route as
 keys for attention; queries are not sent, and are scored one tile at a time.
 
-    own [T, D] --all-to-all--> [L, D] --tiles, [R, C] scores of each head--> numbers [T, G, n]
+    own [T, D] --all-to-all--> [L, D] --tiles, [R, C] scores of each head--> indices [T, G, n]
 
 backward   none: a choice has no gradient
 
-[Note: Chosen, then by heads] Attention exchanges tokens for heads and fetches keys as usual, and
-the numbers are all-gathered over the head ranks, 4 n bytes a token. Gathering keys instead would
-send fewer bytes with many ranks, but every rank would expand latents to the keys and values of all
-heads and tokens, p times the memory.
-
-[Note: Ties] Scores after a ReLU are often equal: all zero. Which of equal scores torch's top-k
-takes on a CPU depends on their total number. So on a CPU a slice is scored against as many keys as
-its document has, like in the model alone.
+Attention then exchanges tokens for heads, fetches keys as usual, and all-gathers the indices.
+See [Note: Chosen, then by heads] in docs/design/notes/mixers.md.
 """
 
 from __future__ import annotations
@@ -37,24 +31,24 @@ from isp.core.mixers.placement import Placement
 __all__ = ["Indexer", "choose"]
 
 _MOST_SCORES = 1 << 26
-"""Scores of a tile at most, over all heads, unless one query has more."""
+"""Largest number of scores in a tile, over all heads, unless one query has more."""
 
 
 class Indexer(Protocol):
-    """A module that chooses keys, with the inputs of its call."""
+    """A module of the model that chooses keys, together with the inputs of one call."""
 
     keys: Tensor
     """Index keys of this rank's tokens, [B, S', D]."""
     num_heads: int
-    """Number of scores for a query and a key."""
+    """Number of heads, each of which scores a query against a key."""
     num_choices: int
-    """G."""
+    """G, the number of choices of a query: that of KV heads or 1."""
 
     def most(self, length: int) -> int:
-        """Return the largest n in a document of so many tokens."""
+        """Return n, the number of indices of a choice, for a document of `length` tokens."""
 
     def choose(self, tokens: slice, keys: Tensor, seen: Tensor) -> Tensor:
-        """Choose among keys [C, D], where `seen` [R, C], for `tokens` of T -> [R, G, n]."""
+        """Return for R `tokens` the indices [R, G, n] of chosen keys [C, D], of `seen` [R, C]."""
 
 
 def choose(
@@ -64,9 +58,9 @@ def choose(
     on_cpu: bool,
     tiles: Callable[[Sequence[slice]], Iterable[slice]] = iter,
 ) -> Tensor:
-    """Return the numbers of the keys that each token attends to, [T, G, n], within its document.
+    """Return the indices [T, G, n], within its document, of the keys that each token attends to.
 
-    `tiles` selects the tiles to compute, given all (the planner computes one of each size).
+    `tiles` returns which of the given tiles to compute (the planner computes one of each size).
     """
     keys, route = indexer.keys.flatten(0, 1), placement.earlier
     if not route.is_local:
@@ -76,7 +70,10 @@ def choose(
     documents = []
     lengths = zip(placement.segments, placement.whole_lengths, strict=True)
     for (size, length), own in zip(lengths, keys.split(route.mask.key_lengths), strict=False):
-        lacking = length - len(own) if on_cpu else 0  # [Note: Ties]
+        # On CPU, which of equal scores torch's top-k takes depends on the number of scores, and
+        # scores after a ReLU are often equal: zero. So a slice is scored against as many keys as
+        # its whole document has, to choose like the model in one process.
+        lacking = length - len(own) if on_cpu else 0
         documents.append((len(own) - size, size, F.pad(own, (0, 0, 0, lacking))))
     return _numbers(indexer, documents, indexer.most(max(placement.split.lengths)), tiles)
 
@@ -87,13 +84,18 @@ def _numbers(
     most: int,
     tiles: Callable[[Sequence[slice]], Iterable[slice]],
 ) -> Tensor:
-    """Return the numbers [T, G, n], n = `most`, of slices: (first token, tokens, keys [C, D])."""
+    """Return indices [T, G, n], n = `most`, for slices given as (tokens before, tokens, keys).
+
+    Tokens before a slice count from the begin of its document; keys [C, D] do, too.
+    """
     shape = indexer.keys.shape[:2].numel(), indexer.num_choices, most
+    # -1 remains where a query has fewer than n keys.
     numbers, token = indexer.keys.new_full(shape, -1, dtype=torch.int32), 0
     for before, size, keys in documents:
         rows = max(1, _MOST_SCORES // (indexer.num_heads * len(keys)))
         ends = range(token, token + size, rows)
         for tile in tiles([slice(n, min(n + rows, token + size)) for n in ends]):
+            # Positions of the tile's queries in their document: a query sees keys up to its own.
             places = torch.arange(tile.start, tile.stop, device=keys.device) + (before - token)
             seen = torch.arange(len(keys), device=keys.device) <= places.unsqueeze(1)
             found = indexer.choose(tile, keys, seen)

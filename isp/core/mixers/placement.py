@@ -1,11 +1,11 @@
 """`Placement`: the tokens of a micro-batch on each rank, and the routes by which mixers send them.
 
-p ranks share the sequences, T tokens in all, T/p on each rank; documents are numbered over all
-sequences of the micro-batch
+p ranks share the sequences, with T tokens in all and T/p on each rank; documents are numbered over
+all sequences of the micro-batch
 
 Attention has its own exchange. A convolution needs the tokens before each slice of a document (a
 halo); a scan needs the states before it, or all tokens of some heads. The indices are computed on
-the host, once for a micro-batch, and used by all its layers.
+the host, once for a micro-batch, and used by all layers.
 """
 
 from __future__ import annotations
@@ -31,25 +31,26 @@ __all__ = ["Placement", "rank_slices"]
 
 @dataclass(frozen=True, eq=False)
 class Placement:
-    """The tokens of one micro-batch over the ranks of `channel`."""
+    """Which tokens of one micro-batch each rank of `channel` has; `SequenceSplit` as routes."""
 
     channel: Channel
     split: SequenceSplit
-    """The slices of documents on each of the p ranks, in the order in which it holds them."""
+    """The slices of documents on each of the p ranks, in the order of the rank's tokens."""
 
     @classmethod
     def of(
         cls, sequence: SequenceRanks, channel: Channel, rows: tuple[int, int], bounds: Sequence[int]
     ) -> Placement:
-        """Return the placement of `rows` (sequences, tokens), ordered by `sequence`, cut by rank.
+        """Return the placement of `rows` (number of sequences, tokens of each) over `channel`.
 
-        `bounds`: ends of the documents after a 0, over all sequences; empty: each is a document.
+        The order of tokens is that of `sequence`. `bounds`: a 0, then the ends of the documents,
+        counted over all sequences; empty: each sequence is one document.
         """
         return cls(channel, rank_slices(sequence, channel.size, rows, tuple(bounds)))
 
     @cached_property
     def segments(self) -> tuple[int, ...]:
-        """Number of tokens of each of this rank's slices, in order; slices that touch are one."""
+        """Number of tokens of each of this rank's slices, in order; adjacent slices are one."""
         return tuple((self._slices.end - self._slices.begin)[self._own].tolist())
 
     @cached_property
@@ -59,7 +60,7 @@ class Placement:
 
     @cached_property
     def ends(self) -> tuple[int, ...]:
-        """End of each rank's tokens, counted over the ranks, after a 0."""
+        """A 0, then the end of each rank's tokens, counted over rank 0, rank 1, and so on."""
         return tuple(accumulate(self.sizes, initial=0))
 
     @cached_property
@@ -68,7 +69,7 @@ class Placement:
         return self._slices.are_whole
 
     def halo(self, reach: int) -> Route:
-        """Return the route of the `reach` tokens before each slice, laid out before its own."""
+        """Return the route by which each slice gets the `reach` tokens before it, and its own."""
         window = reach + 1
         if window not in self._routes:
             route = gather_route(self.split, self.channel.rank, causal=True, window=window)
@@ -77,7 +78,7 @@ class Placement:
 
     @cached_property
     def earlier(self) -> Route:
-        """The route of all tokens of each slice's document up to the slice's end."""
+        """The route by which each slice gets all tokens of its document up to the slice's end."""
         return gather_route(self.split, self.channel.rank, causal=True, window=None)
 
     @cached_property
@@ -87,12 +88,13 @@ class Placement:
 
     @cached_property
     def states(self) -> Route:
-        """The route of states of each slice's document: of its earlier slices, then its own.
+        """The route by which each slice gets the states of its document's slices up to itself.
 
-        States are routed like tokens: a document has one token for each slice, and slice i sees the
-        first i + 1.
+        States are sent like keys of a causal mask over documents with one token for each slice:
+        slice i sees tokens 0 to i.
         """
-        # Number each slice within its document, over all ranks, in the order of the document.
+        # Number each slice within its document, over all ranks, in the document's order: subtract
+        # the index of the document's first slice, which `maximum.accumulate` carries along.
         number = np.zeros(len(self._slices.rank), np.int64)
         order = np.argsort(self._slices.begin, kind="stable")
         firsts = self._slices.begin[order] == self._slices.start[order]
@@ -118,13 +120,13 @@ class Placement:
 
     @cached_property
     def order(self) -> Tensor | None:
-        """Position in the sequences of each token, by rank, [T]; None: they are in order."""
+        """Positions [T] of the tokens of rank 0, then of rank 1, and so on; None: 0 to T - 1."""
         order = self.split.order
         return None if (order == np.arange(len(order))).all() else torch.from_numpy(order)
 
     @cached_property
     def inverse(self) -> Tensor | None:
-        """Index among all ranks' tokens of each position, [T]; None: they are in order."""
+        """The inverse of `order`: where each position's token is among all ranks' tokens, [T]."""
         return None if self.order is None else self.order.argsort()
 
     @cached_property
@@ -137,7 +139,7 @@ class Placement:
 
     @cached_property
     def layouts(self) -> dict[Any, Any]:
-        """Cache of what layers compute from this placement."""
+        """Cache for index tensors that layers compute from this placement."""
         return {}
 
     @cached_property
@@ -148,23 +150,26 @@ class Placement:
 def rank_slices(
     sequence: SequenceRanks, num_ranks: int, rows: tuple[int, int], bounds: tuple[int, ...]
 ) -> SequenceSplit:
-    """Return the split of `rows` (sequences, tokens), with documents at `bounds`, over p ranks."""
+    """Return the split of `rows` (sequences, tokens of each) over ranks; `bounds`: of documents."""
     batch, length = rows
     ends = np.array(bounds or [length * i for i in range(batch + 1)], np.int64)
     lengths = tuple(np.diff(ends).tolist())
-    if sequence.context.size > 1 and bounds:  # sequences are joined
+    # Position of each token in the order in which the ranks share each row: [rows, tokens].
+    if sequence.context.size > 1 and bounds:  # sequences are joined to one row
         order = sequence.order(lengths).numpy()[None]
     elif sequence.context.size > 1:
         order = sequence.order((length,)).numpy() + length * np.arange(batch)[:, None]
     else:
         order = np.arange(batch * length).reshape(batch, length)
+    # Each row is cut evenly over the ranks, and a rank has its parts row after row.
     parts = order.reshape(len(order), num_ranks, -1).swapaxes(0, 1).reshape(num_ranks, -1)
     return SequenceSplit(lengths, tuple(_slices_of(part, ends) for part in parts))
 
 
 def _slices_of(places: NDArray[np.int64], ends: NDArray[np.int64]) -> tuple[Slice, ...]:
-    """Return the slices of documents that consist of these positions, in order."""
+    """Return the slices of documents that these positions make up, given the documents' bounds."""
     document = np.searchsorted(ends, places, "right") - 1
+    # A slice ends where the next position is not consecutive or in another document.
     breaks = np.flatnonzero((np.diff(places) != 1) | (np.diff(document) != 0)) + 1
     first = np.array([0, *breaks])
     begins, sizes = (places - ends[document])[first], np.diff([*first, len(places)])

@@ -1,10 +1,10 @@
-"""`Recurrence`, the interface of linear recurrences by which a scan splits one over ranks.
+"""`Recurrence`, the interface of linear recurrences that a scan can split over ranks.
 
 T tokens, H heads, G groups of heads that share an input, n segments: ranges of tokens of a document
 
-A recurrence keeps a state for each head and changes it with each token by a linear map that depends
-on the token. So over a segment the state becomes S' = M S + E, where the transition M and the state
-E from zero follow from the segment's tokens alone: ranks send each other these two.
+A recurrence has a state for each head, and each token changes it by a linear map that depends on
+the token. So a segment turns the state S into M S + E. The transition M and the final state from
+zero, E, depend only on the segment's tokens: they are its summary, which ranks send to each other.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ __all__ = [
 
 
 class Inputs(NamedTuple):
-    """The inputs of a scan."""
+    """The inputs of a scan: those of heads, those of groups of heads, and constants."""
 
     of_heads: tuple[Tensor, ...]
     """Inputs of each head, [T, H, ..]."""
@@ -37,53 +37,58 @@ class Inputs(NamedTuple):
 
     @property
     def num_heads(self) -> int:
-        """H."""
+        """H, the number of heads."""
         return self.of_heads[0].shape[1]
 
     @property
     def num_groups(self) -> int:
-        """G; H if there are no inputs of groups."""
+        """G, the number of groups; H if there are no inputs of groups."""
         return self.of_groups[0].shape[1] if self.of_groups else self.num_heads
 
     def flat(self) -> Inputs:
-        """Return inputs of tokens [B, S, ..] as [B S, ..]."""
+        """Return the inputs with the dims of tokens [B, S, ..] joined: [B S, ..]."""
         return self.of_tokens(lambda x: x.flatten(0, 1))
 
     def of_tokens(self, select: Callable[[Tensor], Tensor]) -> Inputs:
-        """Return the inputs of the tokens that `select` takes of each tensor."""
+        """Return the inputs with `select`, which picks some tokens, applied to each tensor."""
         of_heads, of_groups = (tuple(map(select, xs)) for xs in (self.of_heads, self.of_groups))
         return Inputs(of_heads, of_groups, self.constants)
 
 
 class Recurrence(Protocol):
-    """A kind of scan over the tokens of documents."""
+    """A linear recurrence, which scans the tokens of documents; splits of it use summaries."""
 
     def scan(
         self, inputs: Inputs, lengths: Sequence[int], initial: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """Return the results [T, H, V] and final states [n, H, ..] of segments of these lengths.
+        """Return the results [T, H, V] and the final states [n, H, ..] of n segments.
 
-        `initial`: states [n, H, ..] before each segment; None: zeros. States are float32 or wider.
+        `lengths`: tokens of each segment. `initial`: states [n, H, ..] before each segment; None:
+        zeros. States are float32 or wider.
         """
 
     def state_size(self, inputs: Inputs) -> int:
-        """Return the elements of a document's state, for all heads."""
+        """Return the number of elements of a document's state, for all heads."""
 
     def flops(self, inputs: Inputs) -> int:
-        """Return a token's operations in forward: products with states and with their changes."""
+        """Return the FLOPs of a token in forward: products with states and with their changes."""
 
     def summary(self, inputs: Inputs, lengths: Sequence[int]) -> Tensor:
-        """Return transition and final state from zero of each segment, as one row each: [n, F]."""
+        """Return the summary of each segment, its transition and final state from zero: [n, F]."""
 
     def summary_size(self, inputs: Inputs) -> int:
-        """Return F, the elements of a summary."""
+        """Return F, the number of elements of a summary."""
 
     def after(self, summary: Tensor, state: Tensor | None, inputs: Inputs) -> Tensor:
-        """Return the state [H, ..] after a segment with `summary` [F], from `state` (None: 0)."""
+        """Return the state [H, ..] after a segment with `summary` [F] that begins with `state`.
+
+        `state` is [H, ..]; None: zeros.
+        """
 
 
 def in_chunks(x: Tensor, size: int) -> Tensor:
-    """Cut x [T, H, ..] into chunks of tokens, [n, H, size, ..], padding the last with zeros."""
+    """Return x [T, H, ..] in chunks of `size` tokens, [n, H, size, ..]; zeros fill the last one."""
+    # `F.pad` takes pairs (before, after), last dim first: only the end of dim 0 is padded.
     padded = F.pad(x, (0,) * (2 * x.dim() - 1) + (-len(x) % size,))
     chunks: Tensor = padded.unflatten(0, (-1, size)).transpose(1, 2)
     return chunks
@@ -95,7 +100,7 @@ def by_segment(
     lengths: Sequence[int],
     initial: Iterable[Tensor],
 ) -> tuple[Tensor, Tensor]:
-    """Call `scan` with a state and a segment of each x; join the results and the final states."""
+    """Call `scan(state, *segment of each x)` for each segment; join results and final states."""
     segments = (x.split(list(lengths)) for x in xs)
     found = [scan(*each) for each in zip(initial, *segments, strict=False)]
     outs, states = zip(*found, strict=True)
@@ -103,15 +108,15 @@ def by_segment(
 
 
 def decays(logarithms: Tensor) -> tuple[Tensor, Tensor]:
-    """Return decays within chunks of c tokens, given logarithms [n, H, c, ..] of tokens' decays.
+    """Return decays within chunks of c tokens, given the logarithms [n, H, c, ..] of each token's.
 
-    Returns the decay from before the chunk to each token, [n, H, c, ..], and that from each token
-    to each later one, [n, H, c, c, ..], with zeros from later tokens to earlier ones. The latter's
-    logarithms are sums over the tokens between; as differences of the former's they would lose all
-    digits after a strong decay.
+    The first result [n, H, c, ..] is the decay from before the chunk to each token. The second
+    [n, H, c, c, ..] has at (i, j) the decay from token j to token i, which is 0 if j is later.
     """
     size, rest = logarithms.shape[2], (1,) * (logarithms.dim() - 3)
     ones = torch.ones(size, size, dtype=torch.bool, device=logarithms.device)
     seen, later = (ones.tril(at).view(size, size, *rest) for at in (0, -1))
+    # Sums over the tokens after j up to i. Differences of the cumulative sums below would lose all
+    # digits after a strong decay.
     between = logarithms.unsqueeze(3).where(later, 0).cumsum(2)
     return logarithms.cumsum(2).exp(), between.masked_fill_(~seen, -torch.inf).exp_()

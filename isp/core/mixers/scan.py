@@ -4,12 +4,12 @@ p ranks, T tokens in all, T' on this rank, H heads, h of this rank, n slices of 
 
 by heads   of_heads [T', H, ..]  --all-to-all-->  [T, h, ..]  scan of whole documents
                                                   [T, h, V]   --all-to-all-->  [T', H, V]
-by state   summaries of own slices [n, F]  --those of earlier slices, all-to-all-->  states before
-           each slice [n, H, ..]  scan of own slices from these states  [T', H, V]
+by state   summaries of own slices [n, F]  --all-to-all-->  summaries of all earlier slices, which
+           give the state before each own slice [n, H, ..]  scan from these states  [T', H, V]
 
-By heads, a rank computes what one process computes for these heads. By state, a first pass computes
-the summary of each slice whose document continues, and a second scans each slice from its true
-state; only summaries are sent, in float32 or wider.
+By heads, a rank computes what one process computes for these heads. By state, a rank first computes
+the summary of each slice whose document continues on another rank, and then scans each slice from
+its true initial state. Only summaries are sent, in float32 or wider.
 """
 
 from __future__ import annotations
@@ -37,15 +37,16 @@ __all__ = ["cheaper_way", "received_bytes", "scan_by_heads", "scan_by_state"]
 def received_bytes(
     recurrence: Recurrence, inputs: Inputs, placement: Placement
 ) -> dict[SequenceScan, int]:
-    """Return the bytes received in a forward, by the rank that receives most, for each way.
+    """Return, by heads and by state, the bytes that the rank with most receives in a forward.
 
-    Backward sends the same number the other way. A pure function.
+    Backward sends the same number in the other direction. The result is equal on all ranks.
     """
     size, tokens, total = placement.channel.size, placement.sizes, placement.ends[-1]
     split = HeadSplit.of(inputs.num_heads, inputs.num_groups, size)
     xs = [(_bytes(x), split.query) for x in inputs.of_heads]
     xs += [(_bytes(x), split.kv) for x in inputs.of_groups]
     out = _bytes(inputs.of_heads[0])
+    # A rank receives its heads of all other ranks' tokens, then its tokens' results of other heads.
     by_heads = max(
         (total - tokens[rank]) * sum(len(heads[rank]) * each for each, heads in xs)
         + tokens[rank] * (inputs.num_heads - len(split.query[rank])) * out
@@ -57,7 +58,7 @@ def received_bytes(
 
 
 def cheaper_way(recurrence: Recurrence, inputs: Inputs, placement: Placement) -> SequenceScan:
-    """Return the way in which fewer bytes are received; the same on all ranks."""
+    """Return HEADS or STATE, whichever receives fewer bytes; the same on all ranks."""
     found = received_bytes(recurrence, inputs, placement)
     return min(found, key=lambda way: found[way])
 
@@ -79,7 +80,7 @@ def scan_by_heads(recurrence: Recurrence, inputs: Inputs, placement: Placement) 
             index = pinned_memory.send(torch.tensor(repeated), of_groups[0].device)
             of_groups = tuple(x.index_select(1, index) for x in of_groups)
         out, _ = recurrence.scan(Inputs(of_heads, of_groups, constants), lengths, None)
-    else:  # no heads, but backward has to reach the exchange
+    else:  # no heads, but backward must reach the exchange: the other ranks wait there
         out = joined(*gathered, *constants)
     return _to_tokens(out, split.query, placement)
 
@@ -95,8 +96,8 @@ def scan_by_state(recurrence: Recurrence, inputs: Inputs, placement: Placement) 
     route, summaries = placement.states, _summaries(recurrence, inputs, placement)
     tag = Tag(Purpose.STATES, tensor="scan.states")
     exchange = KeyExchange(placement.channel, route.on(summaries.device), tag)
-    # Summaries may be zeros without a graph. Joined to the inputs they have one, as this rank's
-    # backward has to reach the exchange.
+    # Summaries may be zeros without a graph. Joined to the inputs they have one: backward on this
+    # rank must reach the exchange.
     (seen,) = exchanged(exchange, joined(summaries, x, *others))
     if not lengths:
         return joined(x, seen)
@@ -104,13 +105,15 @@ def scan_by_state(recurrence: Recurrence, inputs: Inputs, placement: Placement) 
         _state_after(recurrence, inputs, of_slice[:-1])  # the last is the slice's own
         for of_slice in seen.split(route.mask.key_lengths)
     ]
+    # If no slice has an earlier one, the kernel is called without initial states.
     zeros = next((torch.zeros_like(s) for s in before if s is not None), None)
     initial = None if zeros is None else torch.stack([zeros if s is None else s for s in before])
+    # `seen` may be unused; backward must reach its exchange nevertheless.
     return joined(recurrence.scan(inputs, lengths, initial)[0], seen)
 
 
 def _summaries(recurrence: Recurrence, inputs: Inputs, placement: Placement) -> Tensor:
-    """Return the summaries [n, F] of this rank's slices; zeros for the last of a document."""
+    """Return the summaries [n, F] of this rank's slices; zeros for the last slice of a document."""
     lengths, continued = placement.segments, placement.continued
     x = inputs.of_heads[0]
     dtype = torch.promote_types(x.dtype, torch.float32)
@@ -129,7 +132,7 @@ def _summaries(recurrence: Recurrence, inputs: Inputs, placement: Placement) -> 
 
 
 def _state_after(recurrence: Recurrence, inputs: Inputs, summaries: Tensor) -> Tensor | None:
-    """Return the state after slices with these summaries; None if there are none."""
+    """Return the state after consecutive slices with these summaries; None if there are none."""
     state = None
     for summary in summaries.unbind():
         state = recurrence.after(summary, state, inputs)
@@ -139,9 +142,9 @@ def _state_after(recurrence: Recurrence, inputs: Inputs, summaries: Tensor) -> T
 def _to_heads(
     xs: Sequence[Tensor], heads: Sequence[tuple[range, ...]], placement: Placement
 ) -> tuple[Tensor, ...]:
-    """Exchange xs [T', H, ..], cut over heads -> [T, h, ..], tokens in order of documents.
+    """Exchange xs [T', H, ..] -> [T, h, ..], with tokens in the order of documents.
 
-    Tensors of one dtype are sent as one message.
+    `heads`: for each x, the heads of each rank. Tensors of one dtype are sent as one message.
     """
     rank, found = placement.channel.rank, dict[int, Tensor]()
     for dtype in dict.fromkeys(x.dtype for x in xs):
@@ -157,7 +160,7 @@ def _to_heads(
 
 
 def _to_tokens(y: Tensor, heads: tuple[range, ...], placement: Placement) -> Tensor:
-    """Exchange y [T, h, V], in order of documents -> [T', H, V]."""
+    """Exchange y [T, h, V], with tokens in the order of documents -> [T', H, V]."""
     flat = y.flatten(1) if y.dim() > 2 else y
     if placement.order is not None:
         flat = flat.index_select(0, pinned_memory.send(placement.order, y.device))
@@ -167,18 +170,19 @@ def _to_tokens(y: Tensor, heads: tuple[range, ...], placement: Placement) -> Ten
 
 
 def _width(x: Tensor) -> int:
-    """Return the elements of one token in one head."""
+    """Return the number of elements of one token in one head."""
     return x.shape[2:].numel()
 
 
 def _bytes(x: Tensor) -> int:
-    """Return the bytes of one token in one head."""
+    """Return the number of bytes of one token in one head."""
     return _width(x) * x.element_size()
 
 
 def _exchange(
     placement: Placement, cuts: Sequence[tuple[tuple[range, ...], int]], what: str
 ) -> Exchange:
+    """Return the exchange of tensors [T, H * width] for `cuts`: (heads of each rank, width)."""
     spread = tuple(
         Cut(1, tuple(range(r.start * width, r.stop * width) for r in heads))
         for heads, width in cuts

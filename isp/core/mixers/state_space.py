@@ -1,4 +1,4 @@
-"""State-space scans: Mamba2, with a decay for each head, and Mamba's, with one for each number.
+"""State-space scans: Mamba2, with a decay for each head; Mamba, with one for each state number.
 
 T tokens, H heads, G groups of heads (G divides H), P features of a head, N numbers of its state,
 C channels, c tokens of a chunk
@@ -27,17 +27,17 @@ from isp.core.mixers.recurrence import Inputs, by_segment, decays, in_chunks
 __all__ = ["Mamba2", "SelectiveScan"]
 
 _CHUNK = 64
-"""Tokens of a scan chunk."""
+"""Number of tokens of a scan chunk."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class _StateSpace:
-    """The base of both scans; heads have x and dt, groups B and C, constants are A, D, dt_bias."""
+    """The base of both scans: `of_heads` are x, dt, `of_groups` B, C, constants A, D, dt_bias."""
 
     dt_softplus: bool
     """True: dt is softplus(dt + dt_bias); False: dt + dt_bias."""
     dt_limit: tuple[float, float] = (0.0, float("inf"))
-    """Limits to which dt is then clamped."""
+    """(least, most): dt is then clamped to this range."""
 
     def scan(
         self, inputs: Inputs, lengths: Sequence[int], initial: Tensor | None
@@ -50,7 +50,7 @@ class _StateSpace:
         return out.to(inputs.of_heads[0].dtype), states
 
     def summary(self, inputs: Inputs, lengths: Sequence[int]) -> Tensor:
-        """Return [n, F]: the logarithm of a segment's decay, then its state from zero."""
+        """Return summaries [n, F]: logarithm of the decay, then the final state from zero."""
         _, dt, A, *_ = self._read(inputs)
         states = self._from_zero(inputs, lengths)
         time = torch.stack([t.sum(0) for t in dt.split(list(lengths))])  # [n, H]
@@ -58,23 +58,23 @@ class _StateSpace:
         return torch.cat((decay.flatten(1), states.flatten(1)), 1)
 
     def summary_size(self, inputs: Inputs) -> int:
-        """Return the elements of a summary."""
+        """Return the number of elements of a summary."""
         x, B, A = inputs.of_heads[0], inputs.of_groups[0], inputs.constants[0]
         assert A is not None
         return A.numel() + x.shape[1:].numel() * B.shape[-1]
 
     def state_size(self, inputs: Inputs) -> int:
-        """Return the elements of a document's state."""
+        """Return the number of elements of a document's state."""
         x, B = inputs.of_heads[0], inputs.of_groups[0]
         return x.shape[1:].numel() * B.shape[-1]
 
     def flops(self, inputs: Inputs) -> int:
-        """Return a token's operations: the change of a state, and its product with C."""
+        """Return the FLOPs of a token: the change of a state, and its product with C."""
         x, B = inputs.of_heads[0], inputs.of_groups[0]
         return 4 * x.shape[1:].numel() * B.shape[-1]
 
     def after(self, summary: Tensor, state: Tensor | None, inputs: Inputs) -> Tensor:
-        """Return the state [H, P, N] or [C, N] after a segment, from its summary and `state`."""
+        """Return the state [H, P, N] or [C, N] after a segment that begins with `state`."""
         x, B, A = inputs.of_heads[0], inputs.of_groups[0], inputs.constants[0]
         assert A is not None
         from_zero = summary[A.numel() :].view(*x.shape[1:], B.shape[-1])
@@ -103,7 +103,7 @@ class _StateSpace:
         raise NotImplementedError
 
     def _read(self, inputs: Inputs) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor, Tensor]:
-        """Return x, dt, A, D, B and C in float32 or wider, with dt biased, softened and clamped."""
+        """Return x, dt, A, D, B, C in float32 or wider; dt after its bias, softplus and limits."""
         (x, dt), (B, C) = inputs.of_heads, inputs.of_groups
         A, D, dt_bias = inputs.constants
         assert A is not None
@@ -118,7 +118,7 @@ class _StateSpace:
 
 
 class Mamba2(_StateSpace):
-    """Mamba2's scan: x [T, H, P], dt [T, H], B and C [T, G, N], A, D and dt_bias [H]."""
+    """Scan of Mamba2: x [T, H, P], dt [T, H], B and C [T, G, N], A, D and dt_bias [H]."""
 
     def scan(
         self, inputs: Inputs, lengths: Sequence[int], initial: Tensor | None
@@ -133,11 +133,12 @@ class Mamba2(_StateSpace):
         return out, self._from_zero(inputs, lengths) if states is None else states
 
     def _from_zero(self, inputs: Inputs, lengths: Sequence[int]) -> Tensor:
-        """Sum what each token writes, decayed until its segment ends: one product, and no scan."""
+        """Return the sum of what each token writes, decayed to its segment's end: not by a scan."""
         states = []
         xs, dts, A, _, Bs, _ = self._read(inputs)
         for x, dt, B in zip(*(t.split(list(lengths)) for t in (xs, dts, Bs)), strict=True):
-            later = F.pad(dt, (0, 0, 0, 1))[1:].flip(0).cumsum(0).flip(0)  # [T, H]
+            # Sum of dt over all later tokens of the segment: [T, H].
+            later = F.pad(dt, (0, 0, 0, 1))[1:].flip(0).cumsum(0).flip(0)
             written = x * (dt * (A * later).exp()).unsqueeze(-1)
             of_groups = written.unflatten(1, (B.shape[1], -1))  # [T, G, H/G, P]
             states.append(torch.einsum("tghp,tgn->ghpn", of_groups, B).flatten(0, 1))
@@ -154,7 +155,8 @@ class Mamba2(_StateSpace):
         x, decay = x * dt.unsqueeze(-1), A * dt
         x, decay, B, C = (in_chunks(t, size) for t in (x, decay, B, C))  # [n, H, c, ..]
         kept, pair = decays(decay)  # [n, H, c], [n, H, c, c]
-        inside = ((C @ B.mT) * pair) @ x
+        inside = ((C @ B.mT) * pair) @ x  # results from tokens of the same chunk
+        # What a chunk adds to the state at its end, and what reads the state before the chunk.
         written = (x * pair[:, :, -1].unsqueeze(-1)).mT @ B  # [n, H, P, N]
         asked = C * kept.unsqueeze(-1)  # [n, H, c, N]
         begins = []  # the state before each chunk; only this loop is sequential
@@ -166,7 +168,7 @@ class Mamba2(_StateSpace):
 
 
 class SelectiveScan(_StateSpace):
-    """Mamba's scan: x and dt [T, C], B and C [T, 1, N], A [C, N], D and dt_bias [C]."""
+    """Scan of Mamba: x and dt [T, C], B and C [T, 1, N], A [C, N], D and dt_bias [C]."""
 
     def _segments(
         self, A: Tensor, xs: Sequence[Tensor], lengths: Sequence[int], initial: Tensor | None

@@ -215,7 +215,7 @@ def gather(
         gathered._leases.append(lease)
         piece = shard.as_it_travels(piece, layout.piece_shape[0])
         full = channel.all_gather_into(lease.tensor, piece, tag=shard.tag)
-        gathered.full.append(full if layout.travels_as_it_lies else full.then(layout.joined))
+        gathered.full.append(full if layout.is_cut_in_place else full.then(layout.joined))
     return gathered
 
 
@@ -284,7 +284,7 @@ class GradientReducer:
         layout, sink = parameter.layout, self.sink
         channel = self._channels[layout.cut_over]
         received_in = None
-        if channel.size > 1 and layout.travels_as_it_lies:
+        if channel.size > 1 and layout.is_cut_in_place:
             received_in = self._summed_in(grad.dtype)
         # Outside of the `try`: a sink that refuses has not broken the group.
         place = sink.promise(parameter.parameter, received_in)

@@ -46,14 +46,14 @@ class ShardedParameter:
 
     def as_it_travels(self, x: Tensor, length: int) -> Tensor:
         """Return a shard, or a full tensor, as it is sent: `length` rows [Note: Pieces]."""
-        if self.layout.travels_as_it_lies:
+        if self.layout.is_cut_in_place:
             return x.contiguous()
         return pad_rows(x.movedim(self.layout.dim, 0), length)
 
     def without_padding(self, piece: Tensor) -> Tensor:
         """Return the shard of a piece as a reduction delivers it: without padding, as a view."""
         layout = self.layout
-        if layout.travels_as_it_lies:
+        if layout.is_cut_in_place:
             return piece
         return piece.movedim(0, layout.dim).narrow(layout.dim, 0, layout.local_shape[layout.dim])
 

@@ -112,7 +112,7 @@ def _run_errors(rank: int, world: int) -> list[str]:
 def test_sizes_that_do_not_divide_are_refused() -> None:
     """Catches a dim that would be cut short in silence."""
     for messages in run_ranks(2, _run_errors, 2):
-        assert "dim 2 of 3 does not divide by 2 ranks: pad it to 4" in messages[0]
+        assert "dim 2 of 3 is not divisible by 2 ranks: pad it to 4" in messages[0]
         assert "the same dim 1" in messages[1]
 
 

@@ -146,7 +146,7 @@ def test_memory_that_cannot_be_locked_as_it_is_is_locked_by_torch(
         for _ in range(2):
             assert pinned_memory.zeros(25, torch.float32, CUDA).tolist() == [0.0] * 25
         assert [record.levelname for record in caplog.records] == ["WARNING"]
-        assert "power of two, as CUDA cannot lock it as it is (cudaError 2)" in caplog.text
+        assert "power of two, because CUDA cannot lock it in place (cudaError 2)" in caplog.text
         with pytest.raises(MemoryError, match=r"page-locked \(cudaError 2; .*out of memory\): "):
             pinned_memory.zeros(26, torch.float32, CUDA)
     assert cleared == [CUDA] * 3

@@ -91,7 +91,7 @@ def test_ranks_wait_until_all_have_read_the_fault_of_rank_0(
     """Catches a store that ends before ranks of another machine, which come later, have read it,
     also as a rank that fails first has rank 0 ended, and a wait beyond what the user allows."""
     store = _NotedStore()
-    monkeypatch.setattr(world, "_meeting_place", lambda timeout: store)
+    monkeypatch.setattr(world, "_rendezvous_store", lambda timeout: store)
     monkeypatch.setenv("RANK", rank)
     monkeypatch.setenv("WORLD_SIZE", "2")
     for seconds in (600.0, 20.0):
@@ -104,7 +104,7 @@ def test_a_long_choice_of_rank_0_is_told(monkeypatch: pytest.MonkeyPatch) -> Non
     """Catches the store's traceback on ranks that have waited for too long."""
     store = dist.HashStore()
     store.set_timeout(timedelta(seconds=0.01))
-    monkeypatch.setattr(world, "_meeting_place", lambda timeout: store)
+    monkeypatch.setattr(world, "_rendezvous_store", lambda timeout: store)
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(ValueError, match=r"^rank 1 has waited comm.init_timeout_seconds=0\.01 for"):
@@ -145,7 +145,7 @@ def test_all_that_travels_is_ahead_of_compute(monkeypatch: pytest.MonkeyPatch) -
     asked: list[dict[str, Any]] = []
     cuda = torch.device("cuda", 0)
     store = dist.HashStore()
-    monkeypatch.setattr(world, "_meeting_place", lambda timeout: store)
+    monkeypatch.setattr(world, "_rendezvous_store", lambda timeout: store)
     monkeypatch.setattr(dist, "ProcessGroupNCCL", _NCCL, raising=False)
     monkeypatch.setattr(dist, "init_process_group", lambda *_, **options: asked.append(options))
     monkeypatch.setattr(dist, "new_group", lambda *_, **options: asked.append(options))

@@ -238,7 +238,7 @@ def test_calls_that_cannot_be_right_are_refused() -> None:
         column(workspace.begin(drawn(2, WIDTH)))
     with pytest.raises(ValueError, match="input_is_parallel=True"):
         InferenceRowParallelLinear(megatron(RowParallelLinear), workspace)
-    with pytest.raises(ValueError, match="symmetric_memory=True cannot serve: it is memory"):
+    with pytest.raises(ValueError, match="symmetric_memory=True is not possible: it is memory"):
         InferenceWorkspace(Channel.solo(), WIDTH, max_tokens=1, symmetric_memory=True)
 
 

@@ -206,7 +206,7 @@ def _misuse(rank: int) -> list[str]:
         lambda: tp.all_to_all(torch.zeros(6), channel),
         lambda: tp.split_tensor_into_1d_equal_chunks(torch.zeros(3, 3), channel),
     ):
-        with pytest.raises(ValueError, match=r"divide|cut|do not fit") as raised:
+        with pytest.raises(ValueError, match=r"divisible|cut|do not fit") as raised:
             fails()
         messages.append(str(raised.value))
     x = torch.ones(4, dtype=torch.float64, requires_grad=True)
@@ -221,7 +221,7 @@ def test_sizes_that_do_not_fit_and_second_derivatives_are_refused() -> None:
     """Catches a dim cut short in silence, and second derivatives that would miss the group."""
     messages = run_ranks(WORLD, _misuse)[0]
     assert (
-        "dim -1 of shape (4, 7) does not divide by the 4 ranks of the tensor group" in messages[0]
+        "dim -1 of shape (4, 7) is not divisible by the 4 ranks of the tensor group" in messages[0]
     )
     assert "their sum must be 8" in messages[2]
     assert "[2, 2, 2] do not fit: rank" in messages[3]

@@ -12,7 +12,7 @@ from isp.tensor_parallel import VocabUtility, divide, split_tensor_along_last_di
 def test_divide() -> None:
     """Catches a remainder that is dropped."""
     assert divide(12, 4) == 3
-    with pytest.raises(ValueError, match="13 does not divide by 4"):
+    with pytest.raises(ValueError, match="13 is not divisible by 4"):
         divide(13, 4)
 
 
@@ -25,7 +25,7 @@ def test_split_along_the_last_dim() -> None:
     assert all(v.untyped_storage().data_ptr() == x.untyped_storage().data_ptr() for v in views)
     copies = split_tensor_along_last_dim(x, 2, contiguous=True)
     assert all(c.is_contiguous() and torch.equal(c, v) for c, v in zip(copies, views, strict=True))
-    with pytest.raises(ValueError, match="4 does not divide by 3"):
+    with pytest.raises(ValueError, match="4 is not divisible by 3"):
         split_tensor_along_last_dim(x, 3)
 
 

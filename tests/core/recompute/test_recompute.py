@@ -169,14 +169,14 @@ def test_each_rank_keeps_a_part_of_the_input() -> None:
 
 def _odd(rank: int) -> str:
     net, channel = Net(rank), Channel(dist.group.WORLD)
-    with pytest.raises(ValueError, match="does not divide") as raised:
+    with pytest.raises(ValueError, match="is not divisible") as raised:
         checkpoint(net.part, True, net.x[:7, :15], tracker=net.tracker, channel=channel)
     return str(raised.value)
 
 
 def test_an_input_that_cannot_be_distributed_is_refused() -> None:
     """Catches elements that get lost between two ranks."""
-    assert run_ranks(2, _odd) == ["105 does not divide by 2"] * 2
+    assert run_ranks(2, _odd) == ["105 is not divisible by 2"] * 2
 
 
 class Phases:

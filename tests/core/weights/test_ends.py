@@ -39,7 +39,7 @@ def _forms(rank: int) -> None:
         assert torch.equal(head.output_hook(part(logits, 1)).wait(), expected)
         assert torch.equal(head.grad_output_hook(grad).wait(), part(dy, 1))
     head = HeadWeightParallelCommunicator(runtime, weight, tensor, retain_out_sharded=True)
-    with pytest.raises(ValueError, match="does not divide by the 4 ranks"):
+    with pytest.raises(ValueError, match="is not divisible by the 4 ranks"):
         head.output_hook(torch.zeros(B, S // 4, V + 1))
     assert (head.communication_mode, head.gathers_weights) == ("isp", True)
     with head.recomputing():

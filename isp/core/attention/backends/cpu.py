@@ -5,12 +5,12 @@ B batch, S sequence, T tokens = B * S, H query heads, K KV heads, G = H / K, d h
 forward   for each block: out[rows], lse[rows] = kernel(q[rows], k[rows], v[rows])
 backward  for each block: dq[rows] = .., dk[rows] += .., dv[rows] += ..
 
-One node, because with slices under autograd every document's gradient would be a tensor of the
-whole sequence: quadratic in the number of documents. The kernel never forms S x S scores; the band
-masks of windows, and of short causal documents, have at most 256 rows.
+It is one node because autograd would give every slice a gradient as large as the whole sequence:
+quadratic in the number of documents. The kernel never forms S x S scores; the band masks of
+windows, and of short causal documents, have at most 256 rows.
 
-[Note: float32 on CPU] bfloat16 and float16 are attended in float32: more exact, and torch's kernel
-takes ten times as long for a bfloat16 backward on processors without bfloat16 arithmetic.
+bfloat16 and float16 are computed in float32: on processors without bfloat16 arithmetic, torch's
+kernel takes ten times as long for a bfloat16 backward, and float32 is more exact.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ from isp.core.torch_private import cpu_attention, cpu_attention_backward
 __all__ = ["CpuAttention"]
 
 _SPLIT_UP_TO = 1024
-"""Tokens up to which a causal document is cut into blocks: the kernel skips hidden keys only 512
-at a time, so that it would compute nearly the whole square of a short document."""
+"""Causal documents of up to this many tokens are cut into blocks: the kernel skips hidden keys only
+512 at a time, so it would compute nearly the whole square of a short document."""
 
 _SMALL = 1 << 18
-"""Elements up to which a mask is kept from call to call."""
+"""Masks of up to this many elements are cached."""
 
 
 class CpuAttention:
@@ -58,7 +58,7 @@ class CpuAttention:
     def with_lse(
         self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask
     ) -> tuple[Tensor, Tensor]:
-        """Attend with the log-sum-exp; see `LseKernel`."""
+        """Return the output [T, H, d] and the log-sum-exp [T, H]; see `LseKernel.with_lse`."""
         blocks = _blocks(mask, q.unsqueeze(0), k.unsqueeze(0))
         return _attend(blocks, self.scale, *(x.to(_dtype(q)) for x in (q, k, v)))
 
@@ -72,18 +72,19 @@ class CpuAttention:
         lse: Tensor,
         mask: AttentionMask,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the gradients of q, k and v; see `LseKernel`."""
+        """Return the gradients of q, k and v; see `LseKernel.gradients`."""
         blocks = _blocks(mask, q.unsqueeze(0), k.unsqueeze(0))
         wide = (x.to(_dtype(q)) for x in (dout, q, k, v, out, lse))
         return _gradients(blocks, self.scale, *wide)
 
 
 def _dtype(x: Tensor) -> torch.dtype:
-    """Return the dtype to attend in [Note: float32 on CPU]."""
+    """Return the dtype to compute in: float32 or wider."""
     return torch.promote_types(x.dtype, torch.float32)
 
 
 def _blocks(mask: AttentionMask, q: Tensor, k: Tensor) -> tuple[MaskBlock, ...]:
+    """Return the blocks of q [B, Sq, H, d] against k [B, Sk, K, d] under `mask`."""
     lengths = document_lengths(mask, q.shape[0], q.shape[1], k.shape[1])
     return blocks_of(lengths, causal=mask.causal, window=mask.window, split_up_to=_SPLIT_UP_TO)
 
@@ -91,14 +92,14 @@ def _blocks(mask: AttentionMask, q: Tensor, k: Tensor) -> tuple[MaskBlock, ...]:
 def _attend(
     blocks: tuple[MaskBlock, ...], scale: float | None, q: Tensor, k: Tensor, v: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return the output [T, H, d] and the log of each softmax's sum [T, H]."""
+    """Return the output [T, H, d] and the log-sum-exp [T, H] of each query's logits."""
     # Queries that see no key are in no block: their output is 0 and their lse -inf.
     out, group = q.new_zeros(q.shape), q.shape[1] // k.shape[1]
     lse = q.new_full((*q.shape[:2], 1), -torch.inf)
     for block in blocks:
         result, logsumexp = cpu_attention(
             *_inputs(block, q, k, v),
-            0.0,
+            0.0,  # dropout
             block.is_causal_square,
             attn_mask=_mask(block, q),
             scale=scale,
@@ -118,9 +119,10 @@ def _gradients(
     out: Tensor,
     lse: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of q [T, H, d], k and v [T, K, d], summed over blocks."""
     group = q.shape[1] // k.shape[1]
     dq, dk, dv = (x.new_zeros(x.shape) for x in (q, k, v))
-    if dout.stride(-1) != 1:  # the kernel reads rows; an expanded gradient has none
+    if dout.stride(-1) != 1:  # the kernel reads contiguous rows; an expanded gradient has none
         dout = dout.contiguous()
     for block in blocks:
         of_query, *of_keys = cpu_attention_backward(
@@ -141,6 +143,8 @@ def _gradients(
 
 
 class _Blocks(Function):
+    """The autograd function of `CpuAttention`: one node for all blocks."""
+
     @staticmethod
     def forward(
         ctx: Any,
@@ -165,7 +169,7 @@ def _mask(block: MaskBlock, like: Tensor) -> Tensor | None:
     if block.visible == EVERYTHING or block.is_causal_square:
         return None
     rows, width = len(block.query), len(block.key)
-    small = rows * width <= _SMALL and type(like) is Tensor  # no fake tensor may be cached
+    small = rows * width <= _SMALL and type(like) is Tensor  # a fake tensor must not be cached
     make = _small_band if small else _band
     return make(rows, width, block.visible, like.dtype, like.device)
 
@@ -175,24 +179,24 @@ def _band(
     rows: int, width: int, visible: Visible, dtype: torch.dtype, device: torch.device
 ) -> Tensor:
     """Return [rows, width] with 0 where a key is seen, else a large negative number."""
-    # Finite: where a kernel block hides all of a row, -inf would lead to inf - inf.
+    # Finite: if one of the kernel's tiles hides all keys of a row, -inf would give inf - inf.
     least = torch.finfo(dtype).min / 2
     mask = torch.zeros(rows, width, dtype=dtype, device=device)
     return mask.masked_fill_(~visible.band(rows, width, device), least)
 
 
 _small_band = lru_cache(maxsize=16)(_band)
-"""`_band`, cached: blocks, layers and steps have the same masks again and again."""
+"""`_band`, cached: the same masks recur in all blocks, layers and steps."""
 
 
 def _inputs(block: MaskBlock, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
-    """Return views q, k and v [K, G, rows, d] of a block, each KV head repeated G times."""
+    """Return views [K, G, rows, d] of q, k and v for a block, each KV head repeated G times."""
     group, keys = q.shape[1] // k.shape[1], block.slices[1]
     seen = (x[keys].transpose(0, 1).unsqueeze(1).expand(-1, group, -1, -1) for x in (k, v))
     return _queries(block, q, group), *seen
 
 
 def _queries(block: MaskBlock, x: Tensor, group: int) -> Tensor:
-    """Return a block's rows of x [T, H, d] as a view [K, G, rows, d]."""
+    """Return the block's query rows of x [T, H, d] as a view [K, G, rows, d]."""
     heads: Tensor = x[block.slices[0]].unflatten(1, (-1, group))
     return heads.permute(1, 2, 0, 3)

@@ -4,10 +4,11 @@ T tokens, H query heads, K KV heads, G = H / K, d head size, R queries and C key
 features of a query that give its bias at each of E distances
 
 forward   for each block: p = softmax(cap(scale q k^T) + bias + mask, with the sink), out = p v
-backward  for each block: the same again, and the gradients of its rows
+backward  for each block: the forward again, then the gradients of its rows
 
-One block [K, G, R, C] exists at a time, so memory grows with the longest document and not with its
-square. In long documents blocks have fewer queries, so that none exceeds `MOST_LOGITS`.
+The logits of one block [K, G, R, C] exist at a time, so memory grows with the length of the longest
+document, not with its square. In long documents blocks have fewer queries, so that none exceeds
+`MOST_LOGITS`.
 """
 
 from __future__ import annotations
@@ -29,13 +30,13 @@ from isp.core.autograd import Function, once_differentiable
 __all__ = ["MOST_LOGITS", "ExplicitAttention", "block_rows"]
 
 _ROWS = 256
-"""Queries of a block at most."""
+"""Largest number of queries in a block."""
 MOST_LOGITS = 1 << 26
-"""Logits of a block at most, unless one query has more."""
+"""Largest number of logits in a block, unless one query has more."""
 
 
 def block_rows(num_heads: int, keys: int) -> int:
-    """Return the number of queries of a block whose queries see up to `keys` keys."""
+    """Return how many queries a block gets if each sees up to `keys` keys."""
     return max(1, min(_ROWS, MOST_LOGITS // (num_heads * max(1, keys))))
 
 
@@ -45,9 +46,10 @@ class ExplicitAttention:
     `softcap`: logits become softcap * tanh(logits / softcap) (Gemma 2). A head's sink is a logit
     without a value that takes part in the softmax (gpt-oss). Computes in float32 or wider.
 
-    If `sinks` are profiles [H, r, E], q has r further features. Their product with the profile of
-    a distance, from 0 to E - 1 tokens, is added to the logit of the key that far back (Inkling).
-    One more feature of q is the query's own sink.
+    If `sinks` has three dims, it contains profiles [H, r, E] of a bias by distance (Inkling), and
+    q has r extra features: their product with the profile of distance e, from 0 to E - 1, is added
+    to the logit of the key e tokens before the query. One more feature of q, if there is one, is
+    the query's own sink.
     """
 
     def __init__(self, *, scale: float | None = None, softcap: float | None = None) -> None:
@@ -66,8 +68,8 @@ class ExplicitAttention:
     ) -> Tensor:
         """Attend with q [B, Sq, H, d] to k and v [B, Sk, K, d], sinks [H] -> [B, Sq, H, d].
 
-        q has further features if `sinks` are profiles. `chosen` needs a mask without a window, and
-        keys from the first of each document on.
+        q has extra features if `sinks` are profiles. `chosen` needs a mask without a window, and
+        the keys of each document from its first token on.
         """
         # Indices of chosen keys count from the first key of a block, which a window would shift.
         assert chosen is None or mask.window is None
@@ -78,7 +80,7 @@ class ExplicitAttention:
             lengths,
             causal=mask.causal,
             window=mask.window,
-            split_up_to=q.shape[1],
+            split_up_to=q.shape[1],  # all: plain products have no causal flag
             rows=block_rows(q.shape[2], max(keys for _, keys in lengths)),
         )
         if sinks is not None:
@@ -96,7 +98,10 @@ class ExplicitAttention:
         block: MaskBlock,
         chosen: Tensor | None,
     ) -> Tensor:
-        """Attend in a block: q [R, H, d], k, v [C, K, d], chosen [K or 1, 1, R, C] -> [R, H, d]."""
+        """Attend in a block: q [R, H, d], k, v [C, K, d], chosen [K or 1, 1, R, C] -> [R, H, d].
+
+        `chosen` is a mask, True where the query has chosen the key.
+        """
         q, more = q.split((k.shape[-1], q.shape[-1] - k.shape[-1]), -1)
         scale = q.shape[-1] ** -0.5 if self.scale is None else self.scale
         grouped = q.unflatten(1, (k.shape[1], -1))  # [R, K, G, d]
@@ -112,7 +117,7 @@ class ExplicitAttention:
             logits = logits.masked_fill(~seen, -torch.inf)
         if chosen is not None:
             logits = logits.masked_fill(~chosen, -torch.inf)
-        if sinks is not None:  # a column that takes part in the softmax and is cut off after it
+        if sinks is not None:  # a column of logits for the softmax, cut off after it
             column = sinks.reshape(*logits.shape[:2], -1, 1).expand(*logits.shape[:3], 1)
             logits = torch.cat([logits, column], -1)
         weights = logits.softmax(-1)[..., : k.shape[0]]
@@ -124,12 +129,15 @@ def _by_distance(states: Tensor, profiles: Tensor, block: MaskBlock) -> Tensor:
     queries, keys = (torch.arange(len(x), device=states.device) for x in (block.query, block.key))
     back = queries.unsqueeze(1) + block.diagonal - keys  # tokens from a key to a query, [R, C]
     num_distances = profiles.shape[2]
+    # The bias of each query at all E distances; then, for each key, the one at its distance.
     at_each = torch.einsum("rhx,hxe->hre", states, profiles)
     places = back.clamp(0, num_distances - 1).expand(len(profiles), -1, -1)
     return at_each.gather(2, places).masked_fill((back < 0) | (back >= num_distances), 0)
 
 
 class _Blocks(Function):
+    """The autograd function of `ExplicitAttention`; backward computes each block again."""
+
     @staticmethod
     def forward(
         ctx: Any,
@@ -159,12 +167,13 @@ class _Blocks(Function):
         for block in ctx.blocks:
             rows, keys = block.slices
             parts = (q[rows], k[keys], v[keys], sinks)
-            # The block again, under autograd: its logits exist only until its gradients do.
+            # Compute the block again, under autograd; its logits are freed after `grad`.
             leaves = [None if x is None else x.detach().requires_grad_() for x in parts]
             with torch.enable_grad():
                 out = ctx.attention.attend(*leaves, block, _chosen(numbers, ctx.run, block))
-            given = [x for x in leaves if x is not None]
+            given = [x for x in leaves if x is not None]  # the sinks, if any, are last
             grads = torch.autograd.grad(out, given, dout[rows])
+            # The first three: q, k and v. Keys are in several blocks, and sinks in all.
             for total, grad, where in zip(totals, grads, (rows, keys, keys), strict=False):
                 assert total is not None
                 total[where] += grad

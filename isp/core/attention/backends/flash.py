@@ -2,19 +2,14 @@
 
 B batch, S sequence, T tokens = B * S, H query heads, K KV heads, d head size
 
-All align causal masks at the last query and key (flash-attn since 2.1), return zeros for a query
-that sees nothing, and share KV heads between query heads, as `LocalAttention` requires. A package
+All of them align the last query with the last key in causal masks (flash-attn since 2.1), return
+zeros for a query that sees no key, and share KV heads between query heads, as `LocalAttention`
+requires. A package
 counts as installed if the function itself can be imported: a build whose extension does not load
 raises ImportError or, for a missing symbol, OSError.
 
 Source: github.com/Dao-AILab/flash-attention, flash_attn_interface.py of `flash_attn` and `hopper`,
 and flash_attn/cute/interface.py.
-
-[Note: Signature of varlen_attn] torch's own takes `scale` and `window_size`, where (-1, 0) is
-causal; since 2.12 `enable_gqa` has to be set where KV heads are shared. On Hopper and Blackwell it
-prefers cuDNN's kernel unless `sdpa_kernel` forbids that: torch 2.14 without a causal mask and
-shared KV heads, 2.15 also with them. In ISP cuDNN is a backend of its own, refused with
-deterministic algorithms.
 """
 
 from __future__ import annotations
@@ -35,10 +30,10 @@ __all__ = ["FlashAttention", "VarlenAttention"]
 
 
 class FlashAttention:
-    """Local attention by the dense and the packed function of the package `module`.
+    """Local attention by `flash_attn_func` and `flash_attn_varlen_func` of the package `module`.
 
-    `no_limit` is the package's value for an open side of a window. A `softcap` turns logits x into
-    softcap * tanh(x / softcap).
+    `no_limit` is the package's value for a window without a limit on one side. A `softcap` turns
+    logits x into softcap * tanh(x / softcap).
     """
 
     def __init__(
@@ -65,7 +60,7 @@ class FlashAttention:
         }
         if self.softcap is not None:
             options["softcap"] = self.softcap
-        if torch.are_deterministic_algorithms_enabled():  # torch's switch does not reach packages
+        if torch.are_deterministic_algorithms_enabled():  # packages do not read torch's setting
             options["deterministic"] = True
         if mask.cu_seqlens is None:
             return _only_output(self._dense(q, k, v, **options))
@@ -82,22 +77,23 @@ class FlashAttention:
         return _only_output(out).view(q.shape)
 
     def _window(self, mask: AttentionMask) -> tuple[int | None, int | None]:
-        """Return the keys seen before and after a query's own, which packages do not count."""
+        """Return how many keys are seen before and after a query's own, which is not counted."""
         if mask.window is None:
             return self._no_limit, self._no_limit
         return mask.window - 1, 0 if mask.causal else mask.window - 1
 
 
 def _imported(module: str, function: str) -> Callable[..., Any]:
+    """Return `module.function`. Raises ValueError if it cannot be imported."""
     try:
         found: Callable[..., Any] = getattr(import_module(module), function)
     except (ImportError, OSError, AttributeError) as error:
-        raise ValueError(f"{module}.{function} is not there: {error}") from error
+        raise ValueError(f"{module}.{function} cannot be imported: {error}") from error
     return found
 
 
 def _only_output(result: Any) -> Tensor:
-    """Return the output: some versions return (output, logsumexp), others the output alone."""
+    """Return the output of a kernel: some versions return (output, logsumexp), others only it."""
     out: Tensor = result[0] if isinstance(result, tuple) else result
     return out
 
@@ -122,7 +118,9 @@ class VarlenAttention:
         else:
             query_ends, key_ends = mask.cu_seqlens_on(q.device)
             longest = mask.max_lengths
-        with sdpa_kernel(SDPBackend.FLASH_ATTENTION):  # [Note: Signature of varlen_attn]
+        # Without this, torch 2.14 and later prefer cuDNN's kernel on Hopper and Blackwell.
+        # See [Note: Signature of varlen_attn] in docs/design/notes/attention.md.
+        with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
             out = self._attend(
                 *(x.flatten(0, 1) for x in (q, k, v)),  # [T, H, d]
                 query_ends,
@@ -133,9 +131,10 @@ class VarlenAttention:
         return _only_output(out).view(q.shape)
 
     def _options(self, mask: AttentionMask, *, grouped: bool) -> dict[str, Any]:
+        """Return the keywords of `varlen_attn`; `grouped`: query heads share KV heads."""
         left = -1 if mask.window is None else mask.window - 1
-        right = 0 if mask.causal else left
+        right = 0 if mask.causal else left  # (-1, 0) is causal without a window
         options: dict[str, Any] = {"scale": self.scale, "window_size": (left, right)}
-        if grouped and "enable_gqa" in self._parameters:
+        if grouped and "enable_gqa" in self._parameters:  # required since torch 2.12
             options["enable_gqa"] = True
         return options

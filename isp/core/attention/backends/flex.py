@@ -2,10 +2,10 @@
 
 T queries, L keys, H query heads, K KV heads, d head size, R and C blocks of 128 queries and keys
 
-For all documents, orders and windows, a query sees one range of keys [low, high). So one mask
-function that reads the ranges from two tensors serves all, and a new micro-batch does not
-recompile. The blocks of keys that some queries, or all queries, of a block see follow from the
-least and greatest bounds in it; no mask of T x L is formed.
+Whatever the documents, order and window are, a query sees one range of keys [low, high). So one
+mask function, which reads the ranges from two tensors, serves all masks, and a new micro-batch does
+not recompile. Which blocks of keys a block of queries needs follows from the least and greatest
+bounds in it; no mask of T x L is formed.
 """
 
 from __future__ import annotations
@@ -28,8 +28,10 @@ if TYPE_CHECKING:
 __all__ = ["FlexAttention"]
 
 _BLOCK = 128
+"""Number of queries, and of keys, of a block of the block mask."""
 _MASKS = 2
-"""Number of masks whose blocks are kept: soft-capped models have layers with and without window."""
+"""Number of masks whose blocks are cached: soft-capped models have layers with and without a
+window."""
 
 
 class FlexAttention:
@@ -40,8 +42,8 @@ class FlexAttention:
 
         self.scale = scale
         self.softcap = softcap
-        # `fullgraph`: after too many kinds of tensors torch raises; without it, it would run
-        # uncompiled, with scores of T x L in memory.
+        # `fullgraph`: after too many recompilations torch raises. Without it torch would run the
+        # function uncompiled, with scores of T x L in memory.
         self._attend: Callable[..., Any] = torch.compile(flex_attention, fullgraph=True)
         self._blocks = lru_cache(_MASKS)(_blocks)
 
@@ -53,9 +55,9 @@ class FlexAttention:
         def capped(logit: Tensor, *_: Tensor) -> Tensor:
             return softcap * torch.tanh(logit / softcap)
 
-        # Floats stay constants: a second cap or scale would become a symbol and break the graph.
-        # Calls with and without gradients, of one block or more, and each number of heads compile
-        # separately: more than torch's usual limit of 8.
+        # specialize_float: otherwise a second cap or scale becomes a symbol and breaks the graph.
+        # recompile_limit: calls with and without gradients, with one block or more, and with each
+        # number of heads compile separately, which is more than torch's default limit of 8.
         with compiler_options(specialize_float=True, recompile_limit=64):
             out: Tensor = self._attend(
                 *(x.flatten(0, 1).transpose(0, 1).unsqueeze(0) for x in (q, k, v)),  # [1, H, T, d]
@@ -70,7 +72,7 @@ class FlexAttention:
 
 @torch.inference_mode(False)  # cached: a mask made in inference mode could not serve training
 def _blocks(mask: AttentionMask, sizes: tuple[int, int, int], device: torch.device) -> BlockMask:
-    """Return the block mask of B rows of Sq queries and Sk keys, joined into one sequence."""
+    """Return the block mask of B rows of Sq queries and Sk keys (`sizes`), joined into one row."""
     from torch.nn.attention.flex_attention import BlockMask
 
     low, high = (pinned_memory.send(x, device) for x in _runs(mask, sizes))
@@ -78,7 +80,8 @@ def _blocks(mask: AttentionMask, sizes: tuple[int, int, int], device: torch.devi
     rows = torch.arange(-(-num_queries // _BLOCK) * _BLOCK, device=device)
     rows = rows.clamp_(max=num_queries - 1).view(-1, _BLOCK)  # the last query fills its block
     lows, highs = low[rows], high[rows]  # [R, 128]
-    begin = torch.arange(0, num_keys, _BLOCK, device=device)  # [C]
+    begin = torch.arange(0, num_keys, _BLOCK, device=device)  # first key of each block, [C]
+    # Blocks of keys that some queries may see, and those that all queries of a block see whole.
     some = (begin < highs.amax(1, True)) & (begin + _BLOCK > lows.amin(1, True))  # [R, C]
     whole = (begin >= lows.amax(1, True)) & (begin + _BLOCK <= highs.amin(1, True))
 
@@ -95,10 +98,11 @@ def _blocks(mask: AttentionMask, sizes: tuple[int, int, int], device: torch.devi
 
 
 def _runs(mask: AttentionMask, sizes: tuple[int, int, int]) -> tuple[Tensor, Tensor]:
-    """Return the first key of each query and the end of its keys, int32 [T] each."""
+    """Return the range [low, high) of keys that each query sees: two int32 tensors [T]."""
     queries, keys = torch.tensor(document_lengths(mask, *sizes)).T
     last = keys.cumsum(0)
-    # A document's last query is aligned with its last key: [Note: Causal alignment].
+    # A document's last query is aligned with its last key [Note: Causal alignment]: query i's own
+    # key is i + shift.
     start, end, shift = (
         x.repeat_interleave(queries) for x in (last - keys, last, last - queries.cumsum(0))
     )
@@ -112,6 +116,9 @@ def _runs(mask: AttentionMask, sizes: tuple[int, int, int]) -> tuple[Tensor, Ten
 
 
 def _numbered(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """Return how many of `blocks` [R, C] each row has, and the order of columns, those first."""
+    """Return the number of True columns in each row of `blocks` [R, C]; and columns, True first.
+
+    The two tensors [1, 1, R] and [1, 1, R, C] are what `BlockMask.from_kv_blocks` expects.
+    """
     numbers = blocks.int().argsort(dim=1, descending=True, stable=True)
     return blocks.sum(1, dtype=torch.int32)[None, None], numbers.int()[None, None]

@@ -18,7 +18,7 @@ __all__ = ["FlashKernel", "LseKernel"]
 
 @runtime_checkable
 class LseKernel(Protocol):
-    """Attention to a part of the keys, with the log-sum-exp by which such parts are merged."""
+    """Attention to some of the keys, with the log-sum-exp that merging with other keys needs."""
 
     def with_lse(
         self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask
@@ -40,12 +40,12 @@ class LseKernel(Protocol):
         lse: Tensor,
         mask: AttentionMask,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the gradients of q, k and v for these keys; `out` and `lse` are of all keys."""
+        """Return the gradients of q, k, v for these keys; `out` and `lse` are those of all keys."""
         ...
 
 
 class FlashKernel:
-    """Torch's flash attention on CUDA: `aten::_flash_attention_forward` as in torch 2.11 to 2.15.
+    """torch's flash attention on CUDA: `aten::_flash_attention_forward` as in torch 2.11 to 2.15.
 
     Torch returns lse as [H, T] for packed documents. Source: torch/nn/attention/varlen.py.
     """
@@ -57,6 +57,7 @@ class FlashKernel:
         self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask
     ) -> tuple[Tensor, Tensor]:
         ends, longest = mask.cu_seqlens_on(q.device), mask.max_lengths
+        # 0.0: no dropout. False: no mask of the dropout for debugging.
         out, lse, *_ = flash_attention(
             q, k, v, *ends, *longest, 0.0, mask.causal, False, **self._options(mask)
         )
@@ -73,7 +74,7 @@ class FlashKernel:
         mask: AttentionMask,
     ) -> tuple[Tensor, Tensor, Tensor]:
         ends, longest = mask.cu_seqlens_on(q.device), mask.max_lengths
-        unused = (q.new_zeros(2, dtype=torch.uint64), q.new_empty(0))  # state of dropout
+        unused = (q.new_zeros(2, dtype=torch.uint64), q.new_empty(0))  # rng state of dropout
         dq, dk, dv = flash_attention_backward(
             dout,
             q,

@@ -1,4 +1,4 @@
-"""Dense blocks that attention under a mask is cut into; none needs a mask of S x S.
+"""`MaskBlock`: attention under a mask, cut into dense blocks, none of which needs a mask of S x S.
 
 A block is a range of queries of one document against the range of keys that any of them sees. It
 needs no mask, the causal triangle, or a band mask of at most `_BLOCK_ROWS` rows.
@@ -26,15 +26,17 @@ __all__ = [
 ]
 
 _BLOCK_ROWS = 256
-"""Queries at most of a block with a band mask, which so has at most _BLOCK_ROWS * S elements."""
+"""Largest number of queries in a block with a band mask, which limits the mask to this times S."""
 
 
 @dataclass(frozen=True)
 class Visible:
-    """The band of a block: query i sees key j if low <= j - i <= high; None: no limit."""
+    """A band mask: query i of a block sees key j if low <= j - i <= high; None: no limit."""
 
     low: int | None
+    """Least offset j - i that is seen."""
     high: int | None
+    """Greatest offset j - i that is seen."""
 
     def band(self, num_queries: int, num_keys: int, device: torch.device) -> Tensor:
         """Return the band as a mask [queries, keys], True where a key is seen."""
@@ -49,7 +51,8 @@ class Visible:
         return seen
 
     def within(self, num_queries: int, num_keys: int) -> Visible:
-        """Return the band without limits that hide nothing in a block of this size."""
+        """Return the band with each limit that hides no key in a block of this size set to None."""
+        # In a block, j - i is from 1 - num_queries to num_keys - 1.
         return Visible(
             None if self.low is None or self.low <= 1 - num_queries else self.low,
             None if self.high is None or self.high >= num_keys - 1 else self.high,
@@ -57,17 +60,20 @@ class Visible:
 
 
 EVERYTHING = Visible(None, None)
+"""The band in which every query sees every key."""
 TRIANGLE = Visible(None, 0)
+"""The causal band: query i sees keys 0 to i of the block."""
 
 
 class MaskBlock(NamedTuple):
-    """A range of queries against the range of keys that any of them sees."""
+    """A dense block of attention: a range of queries, and the keys that any of them sees."""
 
     query: range
     key: range
     visible: Visible
+    """The keys of the block that each query of the block sees."""
     diagonal: int = 0
-    """Index of the first query's own key in the block; key i + diagonal is query i's own."""
+    """Query i's own key is key i + diagonal of the block."""
 
     @property
     def is_causal_square(self) -> bool:
@@ -76,14 +82,14 @@ class MaskBlock(NamedTuple):
 
     @property
     def slices(self) -> tuple[slice, slice]:
-        """Slices of the queries and of the keys."""
+        """The ranges of queries and of keys as slices, to index tensors [T, ..]."""
         return slice(self.query.start, self.query.stop), slice(self.key.start, self.key.stop)
 
 
 def document_lengths(
     mask: AttentionMask, batch_size: int, query_length: int, key_length: int
 ) -> tuple[tuple[int, int], ...]:
-    """Return (queries, keys) of each document in B rows of queries and keys, row after row.
+    """Return the numbers (queries, keys) of each document in B rows, row after row.
 
     Raises ValueError if the mask's documents do not fill the rows.
     """
@@ -93,7 +99,7 @@ def document_lengths(
     return tuple(zip(mask.lengths, mask.key_lengths, strict=True))
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=64)  # all layers of a kind need the same blocks
 def blocks_of(
     lengths: tuple[tuple[int, int], ...],
     *,
@@ -102,9 +108,10 @@ def blocks_of(
     rows: int = _BLOCK_ROWS,
     split_up_to: int = 0,
 ) -> tuple[MaskBlock, ...]:
-    """Return the blocks of packed documents of these (queries, keys).
+    """Return the blocks of packed documents with `lengths` (queries, keys).
 
-    Queries and keys are counted over all documents; other arguments are `document_blocks`'.
+    Ranges count queries and keys over all documents. For the other arguments see
+    `document_blocks`.
     """
     found: list[MaskBlock] = []
     query_start = key_start = 0
@@ -140,21 +147,22 @@ def document_blocks(
 ) -> list[MaskBlock]:
     """Return the blocks of one document, whose last query is aligned with its last key.
 
-    A document that needs no mask, or the triangle of a square, is one block; others are cut into
-    blocks of `rows` queries. Up to `split_up_to` queries, a triangle is cut, too. Queries that see
-    no key are in no block.
+    A document that needs no mask, or a causal square, is one block; other documents are cut into
+    blocks of `rows` queries, and so is a causal square of up to `split_up_to` queries. Queries that
+    see no key are in no block.
     """
     offset = num_keys - num_queries
-    # query i sees key j if low <= j - i <= high
+    # Query i sees key j if low <= j - i <= high; its own key is i + offset.
     low = None if window is None else offset - window + 1
     high = offset if causal else None if window is None else offset + window - 1
     if num_queries == 0 or num_keys == 0:
         return []
     whole = Visible(low, high).within(num_queries, num_keys)
-    known = whole == TRIANGLE and offset == 0 and num_queries > split_up_to
-    if whole == EVERYTHING or known:
+    one_triangle = whole == TRIANGLE and offset == 0 and num_queries > split_up_to
+    if whole == EVERYTHING or one_triangle:
         return [MaskBlock(range(num_queries), range(num_keys), whole, offset)]
-    first = 0 if high is None else max(0, -high)  # queries before it see nothing
+    # With fewer keys than queries, the first queries see no key.
+    first = 0 if high is None else max(0, -high)
     starts = range(first, num_queries, rows)
     return [
         _block(range(i, min(i + rows, num_queries)), num_keys, offset, low, high) for i in starts
@@ -164,12 +172,13 @@ def document_blocks(
 def _block(
     query: range, num_keys: int, offset: int, low: int | None, high: int | None
 ) -> MaskBlock:
+    """Return the block of some queries of a document, with the keys that any of them sees."""
     start, stop = query.start, query.stop
     key = range(
         0 if low is None else max(0, start + low),
         num_keys if high is None else min(num_keys, stop + high),
     )
-    # Limits are for indices in the whole document; a block's indices begin at its own corner.
+    # `low` and `high` count from the document's first query and key; a block's from its own.
     by = key.start - start
     visible = Visible(None if low is None else low - by, None if high is None else high - by)
     return MaskBlock(query, key, visible.within(len(query), len(key)), offset - by)

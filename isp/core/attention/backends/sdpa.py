@@ -25,21 +25,22 @@ __all__ = ["CUDNN_ALONE", "SdpaAttention"]
 
 
 CUDNN_ALONE = (SDPBackend.CUDNN_ATTENTION,)
+"""Kernels for a trial of cuDNN, without others that would compute where cuDNN cannot."""
 _FUSED = (
     SDPBackend.CUDNN_ATTENTION,
     SDPBackend.FLASH_ATTENTION,
     SDPBackend.EFFICIENT_ATTENTION,
 )
-"""All kernels but the one that forms S x S scores."""
+"""All of torch's kernels except MATH, which forms S x S scores."""
 
 
 class SdpaAttention:
     """Local attention by torch's fused kernels, exact for packed documents and windows.
 
-    Takes the first of `kernels` that supports a call, in their order if `in_order`, else in torch's
-    order for the device. cuDNN's kernel does not support a single key, in some versions band masks
-    or fewer queries than keys (as context ranks have), and deterministic algorithms; the other
-    kernels are deterministic with these.
+    torch runs the first of `kernels` that supports a call: in the order given if `in_order`, else
+    in its own order for the device. cuDNN's kernel does not support a single key, deterministic
+    algorithms and, in some versions, band masks or fewer queries than keys (as context ranks have).
+    The other kernels are deterministic if torch is set to be.
     """
 
     def __init__(
@@ -62,8 +63,8 @@ class SdpaAttention:
                 return self._attend(q, k, v, TRIANGLE if mask.causal else EVERYTHING)
             lengths = document_lengths(mask, q.shape[0], q.shape[1], k.shape[1])
             query_sizes, key_sizes = ([pair[i] for pair in lengths] for i in (0, 1))
-            # Cut by `split`, whose gradient is one concatenation for all documents; slices would
-            # have a gradient of the whole row each.
+            # `split` has one concatenation as its gradient. With slices, each document would get a
+            # gradient as large as the whole row.
             documents = zip(
                 q.flatten(0, 1).split(query_sizes),
                 k.flatten(0, 1).split(key_sizes),
@@ -77,8 +78,8 @@ class SdpaAttention:
     def _attend_document(self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask) -> Tensor:
         """Attend in one document: q [Sq, H, d], k and v [Sk, K, d] -> [Sq, H, d]."""
         blocks = document_blocks(q.shape[0], k.shape[0], causal=mask.causal, window=mask.window)
-        unseeing = blocks[0].query.start if blocks else q.shape[0]
-        outs = [q[:unseeing] * 0]  # queries that see no key: zeros that are part of the graph
+        num_blind = blocks[0].query.start if blocks else q.shape[0]
+        outs = [q[:num_blind] * 0]  # queries that see no key: zeros that are part of the graph
         for query, key, visible, _ in blocks:
             rows = q[query.start : query.stop].unsqueeze(0)  # [1, rows, H, d]
             keys, values = (x[key.start : key.stop].unsqueeze(0) for x in (k, v))
@@ -86,7 +87,7 @@ class SdpaAttention:
         return torch.cat(outs)
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, visible: Visible) -> Tensor:
-        """Attend under one band, in rows of [B, .., H, d]."""
+        """Attend with q [B, Sq, H, d] to k and v [B, Sk, K, d] under one band -> [B, Sq, H, d]."""
         causal = visible == TRIANGLE and q.shape[1] == k.shape[1]
         bare = causal or visible == EVERYTHING
         group = q.shape[2] // k.shape[2]

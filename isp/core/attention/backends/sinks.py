@@ -6,7 +6,7 @@ T queries, L keys, H query heads, K KV heads, d head size
     backward  dq, dk, dv = kernel'(dout, .., out, all), whose weights e^(logit - all) are those of
               the softmax with the sink;  d_sink = -sum over T of e^(sink - all) (dout . out)
 
-A sink has no value, so its weight only leaves less for the keys.
+A sink has no value, so its only effect is to reduce the weights of the keys.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from isp.core.autograd import Function, once_differentiable
 __all__ = ["SinkAttention"]
 
 _ROWS = 8192
-"""Queries at a time whose products with the output's gradient are held in float32."""
+"""Number of queries whose products out * dout are in memory in float32 at a time."""
 
 
 class SinkAttention:
-    """Softmax attention in which each head has a further logit without a value (gpt-oss)."""
+    """Softmax attention in which each head has an extra logit without a value (gpt-oss)."""
 
     def __init__(self, kernel: LseKernel) -> None:
         self.kernel = kernel
@@ -45,15 +45,17 @@ class SinkAttention:
         return out.view(q.shape).to(q.dtype)
 
 
-@lru_cache(maxsize=16)  # a mask keeps its copy on the device
-@torch.inference_mode(False)  # one made in inference mode could not serve training
+@lru_cache(maxsize=16)  # the mask object caches its copy on the device
+@torch.inference_mode(False)  # cached: a mask made in inference mode could not serve training
 def _of_rows(rows: int, queries: int, keys: int, causal: bool, window: int | None) -> AttentionMask:
-    """Return the mask of rows of one document each, joined into one sequence."""
+    """Return the mask of equal rows, each of which is a document, joined into one sequence."""
     lengths = [queries] * rows, [keys] * rows
     return AttentionMask.of_documents(*lengths, causal=causal, window=window)
 
 
 class _Sinks(Function):
+    """The autograd function of `SinkAttention`, by the formulas in the docstring of this file."""
+
     @staticmethod
     def forward(
         ctx: Any,
@@ -79,7 +81,7 @@ class _Sinks(Function):
         q, k, v, sinks, out, total = ctx.saved_tensors
         # Given `total` as lse, the kernel computes the weights of the softmax with the sink.
         grads = ctx.kernel.gradients(dout, q, k, v, out, total, ctx.mask)
-        # In pieces, so that the products in float32 are never as large as the output.
+        # In pieces: all products in float32 at once would take twice the output's memory.
         parts = zip(dout.split(_ROWS), out.split(_ROWS), strict=True)
         along = torch.cat([(a.to(total.dtype) * b).sum(-1) for a, b in parts])  # [T, H]
         d_sinks = -((sinks.to(total.dtype) - total).exp_() * along).sum(0)

@@ -1,22 +1,22 @@
-"""`ContextAttention`: attention of this rank's queries to keys on many ranks.
+"""`ContextAttention`: attention of this rank's queries to the keys of all context ranks.
 
-c context ranks, B batch, S sequence, h query heads and k KV heads of this rank, d head size, T its
-tokens in all rows, L keys as its kernels see them
+c context ranks, B batch, S sequence; of this rank: h query heads, k KV heads, T tokens in all rows,
+L keys as its kernels get them; d head size
 
     q     [B, S/c, h, d]                                                stays on its rank
     k, v  [B, S/c, k, d]  --needed keys, all-to-all-->  [L, k, d]       for each stripe of KV heads
                                                          local attention [B, S/c, h, d]
 
 Each context rank has the slices of documents that a `SequenceSplit` gives it, and receives exactly
-the keys and values that they attend to. One kernel call sees each slice's whole range of keys, so
-no results have to be merged: they are those of the kernel, and windows and sinks work as on one
-device. Keys are sent by stripes of heads; the next stripe is sent while this one is attended to.
+the keys and values that these attend to. One kernel call gets each slice's whole range of keys, so
+no results have to be merged, and windows and sinks work as on one device. Keys are sent in stripes
+of heads: the next stripe is sent while the kernel computes this one.
 
-backward   gradients of k and v return by the transposed all-to-all, and are added up in float32 or
-           wider, first over a rank's copies and then in the order of ranks
+backward   gradients of k and v return by the transposed all-to-all, and are summed in float32 or
+           wider, first over the copies on a rank, then over the ranks in their order
 
-Source: the stripes are those of ring-flash-attention, llama3_flash_attn_varlen; that only needed
-keys travel, of NeMo's blockdiag_cp.
+Source: stripes as in ring-flash-attention, llama3_flash_attn_varlen; sending only the needed keys
+as in NeMo's blockdiag_cp.
 """
 
 from __future__ import annotations
@@ -47,24 +47,25 @@ __all__ = ["ContextAttention", "lse_kernel"]
 logger = logging.getLogger(__name__)
 
 _ROUTES = 16
-"""Number of routes kept, each for the documents of a micro-batch and a kind of mask."""
+"""Number of cached routes, each for the documents of a micro-batch and a kind of mask."""
 
 _STRIPE_BYTES = 1 << 20
-"""Smallest stripe, in bytes received by the rank that receives most; smaller ones cost launches."""
+"""Smallest stripe, in bytes received by the rank that receives most; more stripes cost launches."""
 
 _MOST_STRIPES = 4
-"""Stripes of KV heads at most."""
+"""Largest number of stripes of KV heads."""
 
 SplitOf = Callable[[tuple[int, ...], int, Windows], SequenceSplit]
 
 
 class ContextAttention:
-    """Attention by a local attention to tokens that a split spreads over `channel`, for all layers.
+    """Attention to tokens that are sharded over `channel`, on each rank by `local_attention`.
 
-    A rank's tokens are in the order of its slices, row by row. `windows` are those of the model's
-    layers, by which work is balanced. `stripes` is the number of stripes of KV heads; None: by
-    their bytes. With `ring`, layers without windows, sinks, chosen keys and soft caps pass blocks
-    of keys around and never hold all, if the kernel returns the log-sum-exp; other layers gather.
+    One object serves all layers. A rank's tokens are in the order of its slices, row by row.
+    `windows` are those of the model's layers; the split balances their work. `stripes` is the
+    number of stripes of KV heads; None: it follows from their bytes. With `ring`, layers without
+    windows, sinks, chosen keys and soft caps get one block of keys after another and never have all
+    of them in memory, if there is a kernel that returns the log-sum-exp; other layers gather.
     """
 
     def __init__(
@@ -91,9 +92,10 @@ class ContextAttention:
     ) -> Tensor:
         """Attend with q [B, S/c, h, d] to k and v [B, S/c, k, d] -> [B, S/c, h, d].
 
-        `mask` is that of the whole rows, in their own order; without documents, each row is cut the
-        same way. `extras` are those of `DistributedAttention`. Raises ValueError if the number of
-        tokens is not that of the split, or if a mask that is not causal has a window.
+        `mask` is that of the whole rows, before tokens were arranged by rank; without documents,
+        each row is cut the same way. `extras` are those of `DistributedAttention`. Raises
+        ValueError if the number of tokens is not that of the split, or if a mask that is not causal
+        has a window.
         """
         if self.channel.size == 1:
             return self.local_attention(q, k, v, mask=mask, **extras)
@@ -102,8 +104,8 @@ class ContextAttention:
             kernel = self._lse_kernel(q)
         routes = self._routes(q, mask, in_ring=kernel is not None)
         if not routes[0].is_local:
-            # A copy: q may be a view of a message with k and v, which saving q for backward would
-            # keep alive; the sent keys and values replace those.
+            # A copy: q may be a view of a message that also has k and v, and autograd saves q for
+            # backward. That would keep k and v alive, which the exchanged ones replace.
             q = q.contiguous()
         tokens = _Tokens(q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), extras)
         if routes[0].is_local:
@@ -116,27 +118,27 @@ class ContextAttention:
         return out.view(*q.shape[:-1], out.shape[-1])
 
     def _lse_kernel(self, q: Tensor) -> LseKernel | None:
-        """Return the kernel that a ring merges, chosen once for each kind of queries."""
+        """Return the kernel whose results a ring merges, or None; chosen once per kind of q."""
         kind = q.dtype, q.shape[-1], q.device
         if kind not in self._kernels:
             self._kernels[kind] = lse_kernel(self.local_attention, q)
         return self._kernels[kind]
 
     def _exchange(self, tokens: _Tokens, route: Route) -> Tensor:
-        """Attend stripe by stripe while the next stripe is sent."""
+        """Return attention [T, h, d]: each stripe is computed while the next one is sent."""
         stripes = tokens.stripes(self._num_stripes(tokens, route))
         route, outs, transfers = route.on(tokens.k.device), [], []
         for number, (_, k, v, _) in enumerate(stripes):
             tag = Tag(Purpose.KEYS, tensor=f"attention.kv.{number}")
             exchange = KeyExchange(self.channel, route, tag)
             transfers.append(launch(exchange, (torch.stack((k, v), 1),)))
-            if number:  # the stripe before, while this one is sent
+            if number:  # compute the stripe before this one while this one is sent
                 outs.append(self._attend_arrived(stripes[number - 1], transfers[number - 1], route))
         outs.append(self._attend_arrived(stripes[-1], transfers[-1], route))
         return outs[0] if len(outs) == 1 else torch.cat(outs, 1)
 
     def _num_stripes(self, tokens: _Tokens, route: Route) -> int:
-        """Return the number of stripes; the same on all ranks, as they exchange each together."""
+        """Return the number of stripes; the same on all ranks, because each is a collective."""
         k = tokens.k
         if "chosen" in tokens.extras:  # chosen keys are given for all heads together
             return 1
@@ -146,20 +148,23 @@ class ContextAttention:
         return max(1, min(_MOST_STRIPES, k.shape[1], received // _STRIPE_BYTES))
 
     def _attend_arrived(self, stripe: _Tokens, arrive: Arrival, route: Route) -> Tensor:
+        """Wait for a stripe's keys and values, and attend to them."""
         k, v = arrive()[0].unbind(1)
         return self._attend(stripe._replace(k=k, v=v), route.mask)
 
     def _attend(self, tokens: _Tokens, mask: AttentionMask) -> Tensor:
-        """Attend locally -> [T, h, d]."""
+        """Return the local attention of `tokens`, [T, h, d]."""
         q, k, v, extras = tokens
-        if not len(q):  # backward has to reach the exchange: the other ranks wait there
+        if not len(q):  # backward must reach the exchange: the other ranks wait there
             return joined(q.new_empty(*q.shape[:-1], v.shape[-1]), q, k, v, extras.get("sinks"))
+        # One row: the slices of all rows are the documents of `mask`.
         attended = self.local_attention(*(x[None] for x in (q, k, v)), mask=mask, **extras)
         return attended.squeeze(0)
 
     def _routes(self, q: Tensor, mask: AttentionMask, *, in_ring: bool) -> tuple[Route, ...]:
-        """Return the routes of this mask, after a check that q has this rank's tokens."""
+        """Return the routes for a mask, after checking that q has this rank's number of tokens."""
         batch_size, length = q.shape[:2]
+        # Without documents each row is one document, which has all ranks' tokens.
         lengths: tuple[int, ...] = (length * self.channel.size,)
         rows = batch_size
         if mask.cu_seqlens is not None:
@@ -181,7 +186,7 @@ class ContextAttention:
         rank, num_ranks = self.channel.rank, self.channel.size
         if not causal and window is not None:
             raise ValueError(
-                f"attention window={window} without causal order is not spread over {num_ranks}"
+                f"attention window={window} without causal order is not split over {num_ranks}"
                 f" context ranks: use parallel.sequence_2D.context_size=1"
             )
         split = self._split_of(lengths, num_ranks, self.windows).repeated(rows)
@@ -194,18 +199,19 @@ class _Tokens(NamedTuple):
     """Queries, keys and values of all rows, or of a stripe of their heads."""
 
     q: Tensor
-    """[T, h, d]."""
+    """Queries [T, h, d]."""
     k: Tensor
-    """[T, k, d], [L, k, d] after the exchange; v likewise."""
+    """Keys [T, k, d], after the exchange [L, k, d]; v has the same shape."""
     v: Tensor
     extras: dict[str, Any]
+    """Further arguments of the local attention, such as sinks."""
 
     def stripes(self, number: int) -> list[_Tokens]:
         """Cut the heads into `number` stripes, as evenly as KV heads allow."""
         if number == 1:
             return [self]
         heads, group = self.k.shape[1], self.q.shape[1] // self.k.shape[1]
-        sizes = [len(range(i, heads, number)) for i in range(number)]
+        sizes = [len(range(i, heads, number)) for i in range(number)]  # differ by at most one
         queries = [group * size for size in sizes]
         extras: list[dict[str, Any]] = [{}] * number
         if "sinks" in self.extras:
@@ -215,9 +221,9 @@ class _Tokens(NamedTuple):
 
 
 def lse_kernel(local: LocalAttention, q: Tensor) -> LseKernel | None:
-    """Return a kernel with log-sum-exp that computes what `local` does for q; None: there is none.
+    """Return a kernel that computes the same as `local` and returns the log-sum-exp, or None.
 
-    Logs a warning if only the dtype or the head size of q is the reason.
+    Logs a warning if there is none only because of the dtype or the head size of q.
     """
     if isinstance(local, LseKernel):
         return local
@@ -229,8 +235,8 @@ def lse_kernel(local: LocalAttention, q: Tensor) -> LseKernel | None:
     if q.is_cuda and is_narrow and size % 8 == 0 and size <= 256:  # what flash attention takes
         return FlashKernel(local.scale)
     logger.warning(
-        "attention: keys are gathered, not sent in a ring: flash attention, which merges blocks,"
-        " takes 16 bits and heads of up to 256 features, a multiple of 8, not %s and %d on %s",
+        "attention: keys are gathered, not sent in a ring: its kernel, flash attention on CUDA,"
+        " needs 16-bit floats and a head size up to 256, a multiple of 8, not %s and %d on %s",
         *(q.dtype, size, q.device.type),
     )
     return None

@@ -1,18 +1,19 @@
 """Ring attention: a rank attends to one block of keys after another and merges the results.
 
-c context ranks, T tokens of this rank, L keys of a block as kernels see them, h query heads, k KV
+c context ranks, T tokens of this rank, L keys of a block as kernels get them, h query heads, k KV
 heads, d head size
 
-    step t   receive the keys and values of the t-th rank before this one that this rank sees
+    step t   receive from rank (own - t) mod c the keys and values that this rank's queries see
              out_t [T, h, d], lse_t [T, h] = kernel(q, k_t, v_t)
              merge into out and lse, in float32 or wider
 
-At most two blocks are in memory at a time; `gather` holds all. Each block comes straight from the
-rank that owns it, so no rank passes on keys that it does not need, and the next block is sent while
-this one is attended to.
+At most two blocks are in memory at a time, where `gather` has all. Each block comes directly from
+the rank that owns it, so no rank forwards keys that it does not need, and the next block is sent
+while the kernel computes this one.
 
-backward   for each step: k_t and v_t again; dq += .., dk_t and dv_t = kernel'(.., out, lse) with
-           the `out` and `lse` of all keys; these return to their rank, which adds in step order
+backward   for each step: receive k_t and v_t again; dq += .., dk_t, dv_t = kernel'(.., out, lse)
+           with `out` and `lse` of all keys; send dk_t and dv_t back to the rank that owns the
+           keys, which adds them in the order of steps
 
 Source: Liu et al. 2023 (ring attention). Sums are in float32: sums in the model's dtype lose
 precision with the number of ranks (ring-flash-attention, issue 42).
@@ -38,12 +39,13 @@ __all__ = ["Ring", "ring_attention"]
 
 def ring_attention(q: Tensor, k: Tensor, v: Tensor, ring: Ring) -> Tensor:
     """Attend with q [T, h, d] to all ranks' keys; k, v [T, k, d] are this rank's -> [T, h, d]."""
+    # Keys and values in one tensor [T, 2, k, d]: each step sends one message.
     out: Tensor = _RingAttention.apply(q, torch.stack((k, v), 1), ring)
     return out
 
 
 class Ring:
-    """The steps of one micro-batch's ring, with a route for each; the first is of own keys."""
+    """The steps of a ring for one micro-batch, each with its route; step 0 is a rank's own keys."""
 
     def __init__(
         self, channel: Channel, routes: Sequence[Route], kernel: LseKernel, device: torch.device
@@ -61,18 +63,21 @@ class Ring:
         self.steps = [own, *(step for step in others if step.route.most_received)]
 
     def attend(self, q: Tensor, kv: Tensor) -> tuple[Tensor, Tensor]:
-        """Attend with q [T, h, d] to kv [T, 2, k, d] -> output and lse [T, h], float32 or wider."""
+        """Attend with q [T, h, d], given own kv [T, 2, k, d], to the keys of all ranks.
+
+        Returns the output [T, h, d] and the log-sum-exp [T, h], float32 or wider.
+        """
         dtype = wide(q.dtype)
         total, lse = q.new_zeros(q.shape, dtype=dtype), q.new_zeros(q.shape[:2], dtype=dtype)
         for number, (step, k, v) in enumerate(self._blocks(kv)):
             rows, mask = step.route.queries, step.route.mask
-            if not len(k):  # this rank sees none of that rank's keys; others see some
+            if not len(k):  # this rank sees none of the step's keys; another rank sees some
                 continue
             out, part = self.kernel.with_lse(_at(q, rows), k, v, mask)
             if number == 0:  # every query sees itself, so this fills all rows
                 total, lse = out.to(dtype), part.to(dtype)
                 continue
-            # A result weighs e^(its lse - the lse of both).
+            # Softmax results of two sets of keys are weighted by e^(lse of the set - lse of both).
             before = _at(lse, rows)
             after = torch.logaddexp(before, part)
             merged = _at(total, rows) * (before - after).exp().unsqueeze(-1)
@@ -90,18 +95,19 @@ class Ring:
             rows, mask = step.route.queries, step.route.mask
             d_block = kv.new_empty(0, *kv.shape[1:])
             if len(k):
-                given, asked, found, sums = (_at(x, rows) for x in (dout, q, out, lse))
-                d_rows, *d_keys = self.kernel.gradients(given, asked, k, v, found, sums, mask)
+                d_out, queries, outs, lses = (_at(x, rows) for x in (dout, q, out, lse))
+                d_rows, *d_keys = self.kernel.gradients(d_out, queries, k, v, outs, lses, mask)
                 dq = _put(dq, rows, _at(dq, rows) + d_rows)
                 d_block = torch.stack(d_keys, 1).to(kv.dtype)
+            # Also if this rank has no keys here: the transfer is a collective.
             returning.append((step, step.send_back(d_block)))
-            if len(returning) > 1:  # waits for the step before, whose transfer ran meanwhile
-                _take(*returning.pop(0), dkv)
-        _take(*returning.pop(), dkv)
+            if len(returning) > 1:  # the step before: its transfer overlapped this computation
+                _add_returned(*returning.pop(0), dkv)
+        _add_returned(*returning.pop(), dkv)
         return dq, dkv
 
     def _blocks(self, kv: Tensor) -> Iterator[tuple[KeyExchange, Tensor, Tensor]]:
-        """Yield each step with its keys and values [L, k, d], after launching the next one's."""
+        """Yield each step with its k and v [L, k, d], after launching the next step's transfer."""
         arrive = self.steps[0].go_out((kv,))
         for step, following in zip_longest(self.steps, self.steps[1:]):
             k, v = arrive()[0].unbind(1)
@@ -111,6 +117,8 @@ class Ring:
 
 
 class _RingAttention(Function):
+    """The autograd function of `ring_attention`; backward fetches the blocks of keys again."""
+
     @staticmethod
     def forward(ctx: Any, q: Tensor, kv: Tensor, ring: Ring) -> Tensor:
         total, lse = ring.attend(q, kv)
@@ -127,15 +135,16 @@ class _RingAttention(Function):
         return dq.to(q.dtype), dkv.to(kv.dtype), None
 
 
-def _take(step: KeyExchange, returning: Pending, total: Tensor) -> None:
+def _add_returned(step: KeyExchange, returning: Pending, total: Tensor) -> None:
+    """Wait for the gradients of a step's own keys, and add them to `total`."""
     step.add_to(total, returning.wait())
 
 
 def _at(x: Tensor, rows: Tensor | None) -> Tensor:
-    """Return these rows of x; None: all."""
+    """Return the given rows of x; None: all."""
     return x if rows is None else x.index_select(0, rows)
 
 
 def _put(x: Tensor, rows: Tensor | None, new: Tensor) -> Tensor:
-    """Return x with `new` in these rows, written in place; None: all rows."""
+    """Return x with `new` written into the given rows, in place; None: return `new`."""
     return new if rows is None else x.index_put_((rows,), new)

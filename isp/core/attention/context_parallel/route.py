@@ -1,13 +1,13 @@
 """`Route`, the keys that a context rank sends and receives; `KeyExchange`, their transfer.
 
-c context ranks, T tokens of this rank, R keys that it receives (its own among them), L keys as its
-kernels see them: those of each slice's whole visible range, one slice after another
+c context ranks, T tokens of this rank, R keys that it receives (including its own), L keys as its
+kernels get them: for each slice, one after another, the whole range of keys that it sees
 
     own [T] --send--> [.., c messages] --all-to-all--> [R] --layout--> [L]
 
-A key that several slices of the rank see is received once, and laid out once for each. Backward is
-the transpose: a rank sums its copies' gradients, sends them back, and the key's owner sums those of
-all ranks.
+A key that several slices of the rank see is received once, and copied for each of them. Backward is
+the transpose: a rank sums the gradients of a key's copies and sends the sum back, and the owner of
+the key adds up the sums of all ranks.
 """
 
 from __future__ import annotations
@@ -42,29 +42,30 @@ _Ints = NDArray[np.int64]
 
 @dataclass(frozen=True, eq=False)
 class Route:
-    """The keys that one rank sends and receives, as index tensors (int32)."""
+    """The keys that one rank sends, receives and lays out for its kernels; indices are int32."""
 
     num_tokens: int
-    """T, this rank's tokens."""
+    """T, the number of this rank's tokens."""
     sent: tuple[int, ...]
-    """Number of keys sent to each rank, this one included."""
+    """Number of keys sent to each rank, including this one."""
     received: tuple[int, ...]
-    """Number of keys received from each rank, this one included; they add up to R."""
+    """Number of keys received from each rank, including this one; the sum is R."""
     most_received: int
-    """Largest number of keys that any rank receives from the others."""
+    """Number of keys that the rank with most receives from the others."""
     send: Tensor
-    """Index of the own key in each row sent; a key is once in the message to a rank."""
+    """Index of this rank's key in each row sent; the message to one rank has a key at most once."""
     layout: Tensor
-    """Index [L] of the received key in each row that kernels see."""
+    """Index [L] of the received key in each row that kernels get."""
     first: Tensor
-    """Index [R] of the first row where each received key is laid out."""
+    """Index [R] of the first of the L rows that has each received key."""
     again: tuple[tuple[Tensor, Tensor], ...]
-    """Pairs of received keys and the rows of their further copies; a key is once in each pair, so
-    that `index_add_` adds its copies in a fixed order."""
+    """Pairs (indices of received keys, rows of further copies of them); pair i has the copies in
+    the slices that have number i + 1 in their document on this rank. A pair has a key at most once,
+    so `index_add_` adds copies in a fixed order."""
     queries: Tensor | None
-    """Indices of the own tokens that see any of these keys; None: all do."""
+    """Indices of this rank's tokens that see any of these keys; None: all do."""
     mask: AttentionMask
-    """The mask with slices as documents, each with the keys that it sees."""
+    """The mask for the kernel: each slice is a document, with the keys that it sees."""
     is_local: bool = False
     """True if every rank has whole documents only, so that nothing has to be sent."""
 
@@ -79,32 +80,35 @@ class Route:
         causal: bool,
         window: int | None,
     ) -> Self:
-        """Return `rank`'s route, so that each slice gets the keys in `sight` from those `held`.
+        """Return `rank`'s route, by which each slice gets the keys that it sees (`sight`).
 
-        `sight` and `held` cover all ranks: every rank computes all messages by the same rule.
+        `held`: the rank of each key. `sight` and `held` cover all ranks: every rank computes all
+        messages by the same rule, so that senders and receivers agree.
         """
-        # Ranges of keys that are new to a rank are sent to it once, cut by the ranks that hold
-        # them: range i goes to rank to[i], from rank by[i], and begins at row[i] of its keys.
+        # Each key is sent to a rank once, for the first of its slices that sees it. Ranges of such
+        # keys are cut where the owner changes: range i goes to rank to[i], from rank by[i], and
+        # begins at row[i] of the tokens of rank by[i].
         ends = held.begin + held.size
         of, piece, begin, size = _overlaps(sight.new, sight.high, held.begin, ends)
         to, by = sight.rank[of], held.rank[piece]
         row = held.row[piece] + begin - held.begin[piece]
         sends, mine = by == rank, np.flatnonzero(to == rank)
 
-        # Received ranges are in the order of the sending ranks, then of their places.
+        # Received ranges are in the order of the sending ranks, then of their places; range i
+        # begins at row at[i] of the R received keys.
         arriving = mine[by[mine].argsort(kind="stable")]
         at = np.zeros(len(size), np.int64)
         at[arriving] = _starts(size[arriving])
 
-        # Each slice's whole visible range, as rows of the received keys.
+        # `layout`: for each slice of this rank, the received row of every key that it sees.
         own = np.flatnonzero((sight.rank == rank) & (sight.high > sight.low))
         low, high, new = sight.low[own], sight.high[own], sight.new[own]
         here = begin[mine]
         _, piece, seen, sizes = _overlaps(low, high, here, here + size[mine])
         layout = _ranges(at[mine][piece] + seen - here[piece], sizes)
 
-        # For backward: a key's first row is in the slice where it is new; later slices of the
-        # document have its further copies.
+        # For backward: a key's first copy is in the slice for which it was sent; slices of this
+        # rank that are later in the document have the other copies.
         laid = np.zeros(len(sight.rank), np.int64)
         laid[own] = _starts(high - low)
         of = of[arriving]
@@ -114,19 +118,21 @@ class Route:
             repeated = np.flatnonzero((sight.number[own] == number) & (new > low))
             rows = _ranges(laid[own][repeated], (new - low)[repeated])
             again.append((_index(layout[rows]), _index(rows)))
-        travels = np.bincount(to[to != by], size[to != by], num_ranks)
-        asking = _ranges(sight.row[own], sight.queries[own])
+        # Counted for all ranks, not only this one: all ranks derive the same number of stripes from
+        # it, and skip the same steps of a ring.
+        received = np.bincount(to[to != by], size[to != by], num_ranks)
+        query_rows = _ranges(sight.row[own], sight.queries[own])
         lengths, num_tokens = sight.queries[own], int(sight.queries[sight.rank == rank].sum())
         return cls(
             num_tokens=num_tokens,
             sent=_counts(to[sends], size[sends], num_ranks),
             received=_counts(by[mine], size[mine], num_ranks),
-            most_received=int(travels.max()),
+            most_received=int(received.max()),
             send=_index(_ranges(row[sends], size[sends])),
             layout=_index(layout),
             first=_index(first),
             again=tuple(again),
-            queries=_index(asking) if len(asking) < num_tokens else None,
+            queries=_index(query_rows) if len(query_rows) < num_tokens else None,
             mask=AttentionMask.of_documents(
                 lengths.tolist() or [0], (high - low).tolist() or [0], causal=causal, window=window
             ),
@@ -137,7 +143,7 @@ class Route:
         return {}
 
     def on(self, device: torch.device) -> Route:
-        """Return the route with its indices on `device`, sent there once."""
+        """Return the route with its indices on `device`; copied there once."""
         there = partial(pinned_memory.send, device=device)
         if device not in self._on_device:
             self._on_device[device] = replace(
@@ -152,7 +158,7 @@ class Route:
 
 
 def gather_route(split: SequenceSplit, rank: int, *, causal: bool, window: int | None) -> Route:
-    """Return the route of all keys that the slices of each rank see."""
+    """Return `rank`'s route of all keys that its slices see, for attention in one kernel call."""
     cut = Slices.of(split)
     low = cut.start if window is None else np.maximum(cut.start, cut.begin - window + 1)
     sight = cut.sight(low, cut.end if causal else cut.stop)
@@ -164,17 +170,19 @@ def gather_route(split: SequenceSplit, rank: int, *, causal: bool, window: int |
 def ring_routes(split: SequenceSplit, rank: int, *, causal: bool) -> tuple[Route, ...]:
     """Return a route for each ring step: at step t a rank sees keys of the t-th rank before it.
 
-    With `causal`, a slice sees all keys of other ranks that precede it in its document, and none of
-    them lie within it. So only the first step, of a rank's own keys, needs the causal mask.
+    With `causal`, a slice sees all earlier keys of other ranks in its document, and no key of
+    another rank is inside of it. So only the first step, a rank's own keys, needs a causal mask.
     """
     num_ranks, cut = len(split.slices), Slices.of(split)
-    # Places are counted over the ranks' tokens, one rank's after another's, so that what a rank
-    # holds is one range.
+    # Here a place is an index into the tokens of rank 0, then rank 1, and so on, so that a rank's
+    # tokens are one range.
     sizes = np.bincount(cut.rank, cut.end - cut.begin, num_ranks).astype(np.int64)
     held = _Held(np.arange(num_ranks), _starts(sizes), sizes, np.zeros_like(sizes))
     places = np.append(_starts(cut.end - cut.begin), sizes.sum())  # of each slice's first token
     row = 1 + sizes.sum()  # rank * row + token sorts slices by rank, then by token
     routes = []
+    # For each step, the places of the first key and of the end of the keys that a slice sees among
+    # the tokens of rank `by`: found by bisection, as these are sorted by token.
     for step in range(num_ranks):
         by = (cut.rank - step) % num_ranks
         low, high = (
@@ -188,53 +196,56 @@ def ring_routes(split: SequenceSplit, rank: int, *, causal: bool) -> tuple[Route
 
 
 class _Held(NamedTuple):
-    """Consecutive tokens that one rank holds, for each piece of all ranks' tokens."""
+    """The owners of all tokens, as pieces of consecutive tokens that one rank has."""
 
     rank: _Ints
+    """Owner of the piece."""
     begin: _Ints
     """Place of the piece's first token."""
     size: _Ints
+    """Number of tokens of the piece."""
     row: _Ints
     """Index of the piece's first token in its rank's tokens."""
 
 
 class _Sight(NamedTuple):
-    """The keys that each slice of all ranks sees, by their places."""
+    """The keys that each slice of all ranks sees, as ranges [low, high) of places."""
 
     rank: _Ints
+    """Rank that has the slice."""
     queries: _Ints
-    """Tokens of the slice."""
+    """Number of tokens of the slice."""
     row: _Ints
     """Index of the slice's first token in its rank's tokens."""
     low: _Ints
-    """Place of the first key that it sees."""
+    """Place of the first key that the slice sees."""
     high: _Ints
-    """End of the keys that it sees."""
+    """Place after the last key that the slice sees."""
     new: _Ints
-    """First key that no earlier slice of its rank sees."""
+    """Place of the first key that no earlier slice of the same rank sees."""
     number: _Ints
     """Index of the slice among its rank's slices of the document."""
 
 
 class Slices(NamedTuple):
-    """All ranks' slices, by rank, with slices that touch joined into one.
+    """All ranks' slices as arrays, rank by rank, with adjacent slices of a rank joined into one.
 
-    Places are counted over the whole row.
+    A place is the index of a token in the whole row.
     """
 
     rank: _Ints
     begin: _Ints
     """Place of the slice's first token."""
     end: _Ints
-    """End of the slice."""
+    """Place after the slice's last token."""
     start: _Ints
     """Place of the first token of the slice's document."""
     stop: _Ints
-    """End of the slice's document."""
+    """Place after the last token of the slice's document."""
     row: _Ints
     """Index of the slice's first token in its rank's tokens."""
     goes_on: NDArray[np.bool_]
-    """True if the slice before it is of the same rank and document."""
+    """True if the slice before this one is of the same rank and document."""
 
     @classmethod
     def of(cls, split: SequenceSplit) -> Self:
@@ -246,11 +257,12 @@ class Slices(NamedTuple):
         document, begin, end = table.T
         goes_on = np.zeros(len(rank), bool)
         goes_on[1:] = (rank[1:] == rank[:-1]) & (document[1:] == document[:-1])
-        # Join slices that touch: one range of keys then serves both.
+        # Join adjacent slices: one range of keys then serves both.
         touches = goes_on & (begin == np.roll(end, 1))
         first, last = ~touches, ~np.roll(touches, -1)
         rank, document, goes_on = rank[first], document[first], goes_on[first]
         begin, end = begin[first], end[last]
+        # `before`: tokens of all earlier slices; minus those of earlier ranks, it is the row.
         start, before = _starts(lengths)[document], _starts(end - begin)
         return cls(
             rank=rank,
@@ -268,8 +280,10 @@ class Slices(NamedTuple):
         return bool(((self.begin == self.start) & (self.end == self.stop)).all())
 
     def sight(self, low: _Ints, high: _Ints) -> _Sight:
-        """Return what the slices see, given ranges [low, high) whose `high` rises in a document."""
+        """Return the keys that slices see, given ranges [low, high); `high` rises in a document."""
+        # A key before the `high` of the slice before, in the same rank and document, is not new.
         new = np.where(self.goes_on, np.maximum(low, np.roll(high, 1)), low)
+        # Index of a slice minus that of the first slice of the same rank and document.
         index = np.arange(len(self.rank))
         number = index - np.maximum.accumulate(np.where(self.goes_on, 0, index))
         return _Sight(self.rank, self.end - self.begin, self.row, low, high, new, number)
@@ -283,6 +297,8 @@ def _overlaps(
     Each overlap is given by the index of its range, that of its piece, its begin and its size, in
     the order of the ranges, then of the pieces.
     """
+    # Pieces tile the tokens, so a range overlaps consecutive pieces in the order of their begins,
+    # from the last one that begins at or before `low`.
     order = begin.argsort(kind="stable")
     first = np.searchsorted(begin[order], low, "right") - 1
     count = np.where(high > low, np.searchsorted(begin[order], high) - first, 0)
@@ -292,18 +308,19 @@ def _overlaps(
 
 
 def _starts(sizes: _Ints) -> _Ints:
-    """Return the begin of each of consecutive ranges of these sizes."""
+    """Return the begin of each range, for consecutive ranges of these sizes from 0 on."""
     starts: _Ints = np.cumsum(sizes) - sizes
     return starts
 
 
 def _ranges(begins: _Ints, sizes: _Ints) -> _Ints:
-    """Return `size` numbers from each `begin` on, one range after another."""
+    """Return the numbers of ranges [begin, begin + size), one range after another."""
+    # Number i of the result is i, plus the offset of the range that it is in.
     return np.repeat(begins - _starts(sizes), sizes) + np.arange(sizes.sum())
 
 
 def _counts(ranks: _Ints, sizes: _Ints, num_ranks: int) -> tuple[int, ...]:
-    """Return the sum of the sizes for each rank."""
+    """Return for each rank the sum of the sizes whose entry in `ranks` it is."""
     return tuple(np.bincount(ranks, sizes, num_ranks).astype(int).tolist())
 
 
@@ -313,10 +330,10 @@ def _index(numbers: _Ints) -> Tensor:
 
 @dataclass(frozen=True)
 class KeyExchange:
-    """The transfer of keys and values [T, ..] to the ranks that need them, laid out as [L, ..].
+    """The transfer of keys and values [T, ..] to ranks that need them, where they become [L, ..].
 
-    `go_back` sums the gradients of a key's copies on the rank that laid them out, then the ranks'
-    sums on the key's owner: both in float32 or wider, in a fixed order.
+    `go_back` sums the gradients of a key's copies on each rank, then these sums on the key's owner:
+    both in float32 or wider, in a fixed order.
     """
 
     channel: Channel
@@ -324,7 +341,7 @@ class KeyExchange:
     tag: Tag
 
     def go_out(self, xs: Sequence[Tensor]) -> Arrival:
-        """Launch the transfer of own rows to the ranks that need them."""
+        """Launch the transfer of this rank's rows [T, ..] to the ranks that need them."""
         (x,), route = xs, self.route
         pending = self.channel.all_to_all_into(
             x.new_empty(sum(route.received), *x.shape[1:]),
@@ -336,7 +353,7 @@ class KeyExchange:
         return lambda: (pending.wait().index_select(0, route.layout),)
 
     def go_back(self, ys: Sequence[Tensor]) -> Arrival:
-        """Launch the transfer of gradients to the owners of the keys."""
+        """Launch the transfer of gradients [L, ..] to the owners of the keys, which sum them."""
         (y,) = ys
         pending = self.send_back(y)
 
@@ -348,7 +365,7 @@ class KeyExchange:
         return arrive
 
     def send_back(self, y: Tensor) -> Pending:
-        """Sum gradients [L, ..] over copies and launch their transfer; give `add_to` the result."""
+        """Sum gradients [L, ..] over copies; send them to the keys' owners, for `add_to`."""
         route, dtype = self.route, wide(y.dtype)
         total = y.index_select(0, route.first).to(dtype)
         for keys, rows in route.again:  # a key is once in each, so the order of sums is fixed
