@@ -35,7 +35,7 @@ from isp.models.runtime.stage_module import StageModule
 from isp.models.sharding.region import OnlyColumnsRead
 from isp.models.sharding.tensor_plan import TensorPlan
 from isp.models.tracing.probe import Forward, ProbeRun, local_calls, without_weights
-from isp.models.tracing.recorder import experts_passed
+from isp.models.tracing.recorder import identity_experts
 from isp.models.tracing.trace import ModelTrace
 
 __all__ = ["check_shares", "run_with_a_share"]
@@ -79,7 +79,7 @@ def run_with_a_share(
             raise ValueError(f"{call.block} calls attention with heads of other ranks")
         return q.new_empty(*q.shape[:-1], v.shape[-1])
 
-    with experts_passed(shape):  # while it is copied, so that the copy's calls of experts count
+    with identity_experts(shape):  # while it is copied, so that the copy's calls of experts count
         chunk = build(layers, attend)
     ids = torch.empty(1, tokens, dtype=torch.int64, device="meta")
     reads = OnlyColumnsRead(tuple(chunk.holders.entrances.values()))
