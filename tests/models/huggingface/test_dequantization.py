@@ -13,7 +13,7 @@ from torch import Tensor
 
 from isp.core.mesh import Axis
 from isp.core.mesh.layout import ParameterLayout
-from isp.models.huggingface.dequantization import DequantisedFiles
+from isp.models.huggingface.dequantization import DequantizedFiles
 from isp.models.loading import saved_again
 from tests.models.folders import write_folder
 from tests.models.test_loading import parts_of, state, whole
@@ -93,7 +93,7 @@ def test_blocks_that_end_early_are_read_by_slices(tmp_path: Path, dim: int) -> N
     weight = torch.randn(40, 28)
     parts = {f"w{end}": part for end, part in _in_fp8(weight, [16, 8]).items()}
     save_file(parts, tmp_path / "model.safetensors")
-    files = DequantisedFiles(tmp_path, {"weight_block_size": [16, 8]}, torch.float32)
+    files = DequantizedFiles(tmp_path, {"weight_block_size": [16, 8]}, torch.float32)
     assert files.names == {"w"}
     every = torch.empty(40, 28)
     for i, row in enumerate(parts["w_scale_inv"]):

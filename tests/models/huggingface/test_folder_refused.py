@@ -70,9 +70,9 @@ def test_sizes_come_from_the_folder_and_are_printed(folder: Path, of_decoder: bo
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--model.hidden_size=64"], "--model.hidden_size: model.hidden_size=64 is given beside"),
-        (["--model.preset=tiny"], 'model.preset="tiny" is given beside model.hf='),
-        (["--model.init_std=0.1"], "model.init_std=0.1 is given beside model.hf="),
+        (["--model.hidden_size=64"], "--model.hidden_size: model.hidden_size=64 contradicts"),
+        (["--model.preset=tiny"], 'model.preset="tiny" contradicts model.hf='),
+        (["--model.init_std=0.1"], "model.init_std=0.1 contradicts model.hf="),
         (["--model.checkpoint_mlp_activation"], "set both, or none"),
         (
             ["--parallel.tensor.size=5"],
@@ -157,10 +157,10 @@ def test_damaged_and_foreign_files_are_named(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, torch.float8_e4m3fn])
-def test_weights_of_a_quantised_dtype_are_refused(folder: Path, dtype: torch.dtype) -> None:
+def test_weights_of_a_quantized_dtype_are_refused(folder: Path, dtype: torch.dtype) -> None:
     """Catches whole numbers, whose scales are elsewhere or nowhere, that train as weights."""
     change_weights(folder, model__norm__weight=torch.ones(32).to(dtype))
-    with pytest.raises(ValueError, match=r"model\.norm\.weight in .* as quantised weights do"):
+    with pytest.raises(ValueError, match=r"model\.norm\.weight in .* as quantized weights do"):
         _ = trained_model(config_of(folder))
 
 
