@@ -83,9 +83,12 @@ class BuiltModel:
 
     @property
     def tied_over_stages(self) -> ShardedParameter | None:
-        """The trained tied weight, if this rank has one copy of it and another rank the other."""
+        """The trained tied weight, if this rank has one copy of it and another rank the other.
+
+        None if the model ties no weights, or if this rank has both stages or neither of them.
+        """
         first, last = 0 in self.stages, self.order.num_stages - 1 in self.stages
-        if first == last:  # both ends use the one weight, or this rank has neither
+        if first == last:  # this rank has both stages, which share one copy, or neither of them
             return None
         return next((p for p in self.trained if p.name == self.model.tied_weight), None)
 

@@ -40,9 +40,10 @@ class RankShape(NamedTuple):
 def rank_shapes(
     model: TracedModel, whole: StageModule, order: PipelineOrder
 ) -> tuple[RankShape, ...]:
-    """Return the shape of each rank of a pipeline.
+    """Return the declared blocks and layouts of each rank of a pipeline.
 
-    `whole`: the whole model on one rank, on the meta device, with any recomputation.
+    `whole`: the whole model as built on one rank, on the meta device; the recomputation that it was
+    built with does not matter.
     """
     stages = stages_of(model.shape, model.trace, order.num_stages)
     chunks = [whole] if len(stages) == 1 else [*map(whole.of_stage, stages)]
@@ -53,7 +54,7 @@ def rank_shapes(
 
 
 def _rank_shape(model: TracedModel, own: list[StageModule]) -> RankShape:
-    """Return the shape of a rank with these stage modules."""
+    """Return the declared blocks and layouts of a rank that has the stage modules `own`."""
     declared = tuple(chunk.weight_blocks() for chunk in own)
     shards = [item for chunk in own for item in chunk.shards()]
     # In `items` fused linears (q, k and v) are one parameter, named as in `declared`.

@@ -91,8 +91,9 @@ def roles_of(
 ) -> dict[str, ParameterRole]:
     """Return the role of each parameter by name.
 
-    `called`: the modules that the trace follows. `whole`: linears that count as vectors. `read`:
-    parameters that other code reads; biases of linears among them count as vectors, too.
+    `called`: the modules whose calls the trace contains. `whole`: small linears whose weights other
+    code reads, which become vectors. `read`: all parameters that other code reads; biases of
+    linears among them become vectors, too.
     """
     roles: dict[str, ParameterRole] = {}
     first_name = {id(p): name for name, p in model.named_parameters()}  # of a shared parameter

@@ -74,7 +74,7 @@ def position_rows(model: nn.Module, tables: Iterable[nn.Module]) -> int | None:
 
 
 class TracedModel:
-    """A model and its trace, from which stage modules can be built for any layout."""
+    """A model and its trace; it checks layouts, and builds stage modules for any of them."""
 
     def __init__(
         self,
@@ -194,7 +194,7 @@ class TracedModel:
 
     @property
     def hidden_size(self) -> int:
-        """The number of features of a token between blocks, summed if it has several states."""
+        """The number of features of a token between blocks, over all hidden states of a block."""
         form = self.trace.outputs.get(self.trace.blocks[0])
         return self._first_table.embedding_dim if form is None else form.width
 

@@ -182,7 +182,10 @@ _QUERY_HEADS = (
 
 
 def fewer_heads(heads: int) -> int:
-    """Return the largest number up to 4 that 2 and 4 divide exactly if they divide `heads`."""
+    """Return the largest n up to 4 and `heads` with gcd(n, 4) = gcd(heads, 4).
+
+    So 2 or 4 ranks divide the heads of a small model exactly if they divide those of the model.
+    """
     return next(n for n in range(min(heads, 4), 0, -1) if math.gcd(n, 4) == math.gcd(heads, 4))
 
 

@@ -120,6 +120,7 @@ class ExpertLoad:
         self._model, self._rate, self._experts = model, rate, dict(experts)
         self._biases, most = _biases_of(model, experts), max(experts.values())
         self._sizes = torch.tensor([[size] for size in experts.values()]).to(device)
+        # Modules may have different numbers of experts: True for the columns that a module has.
         self._exists = torch.arange(most, device=device) < self._sizes
         self.counts = torch.zeros(len(experts), most + 1, dtype=torch.int64, device=device)
         """Tokens since `clear`, [L, E + 1]; the last column has the tokens that do not count."""
@@ -161,7 +162,7 @@ class ExpertLoad:
         counts [L, E] are summed over ranks. The load of an expert is its number of tokens divided
         by the mean of its layer.
         """
-        mean = (counts.sum(1, keepdim=True) / self._sizes).clamp(min=1e-9)
+        mean = (counts.sum(1, keepdim=True) / self._sizes).clamp(min=1e-9)  # not 0
         unused = ((counts == 0) & self._exists).sum()
         return torch.stack(((counts / mean).max().double(), unused.double()))
 

@@ -175,9 +175,10 @@ class RouterLosses:
         routing = self._routing
         assert routing is not None
         routing.is_over = True
+        # One transfer for all sums: [E] choices, [E] probabilities, z, number of tokens.
         rest = torch.stack((routing.z, routing.num_rows)).to(routing.counts.dtype)
         totals = torch.cat((routing.counts, routing.probabilities, rest))
-        if not routing.whole:
+        if not routing.whole:  # routers saw this rank's tokens only
             tag = Tag(Purpose.LOSS, tensor="routers")
             totals = self._channel.all_reduce(totals, tag=tag).wait()
         num_rows = totals[-1].clamp(min=1)
@@ -197,6 +198,7 @@ class RouterLosses:
             return given
         leaves, spec = tree_flatten(given)
         logits = given[index]
+        # In the recompute of a block the tokens are counted already.
         if not routing.is_over:
             routing.add(widened(logits.detach().flatten(0, -2)), self._top_k)
         if not (torch.is_grad_enabled() and logits.requires_grad):

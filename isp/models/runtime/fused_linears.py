@@ -191,6 +191,7 @@ class _Fused(Function):
     ) -> tuple[Tensor, ...]:
         with layer.communicator.unshard(layer, Phase.FORWARD, weight, bias) as full:
             ys = _products(x, full, layer.sizes)
+        # None: the gradient of a tensor that is no parameter, which only autograd can deliver.
         ctx.layer, ctx.parameter = layer, weight if isinstance(weight, nn.Parameter) else None
         need_x, need_w, _, _ = ctx.needs_input_grad
         # The shard is saved, not the whole weight: backward gathers again.

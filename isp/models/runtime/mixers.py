@@ -94,6 +94,8 @@ class TracedMixers:
             assert call.sizes is not None
             # The sizes of heads are those of the trace; scale and softcap those of this call.
             core = self._core(call.sizes.attention_kind._replace(scale=scale, softcap=softcap))
+            # The mask is that of all tokens of the sequence. If features are split, attention is in
+            # a region and q has them all; otherwise q has this rank's tokens.
             parts = 1 if self._layers.splits_features else self._layers.tensor.size
             mask = now.masks(causal, window, chunk, (len(q), q.shape[1] * parts))
             out = core(q, k, v, mask=mask, **extras)
@@ -126,6 +128,7 @@ class TracedMixers:
             flat = inputs.flat()
             placement = now.masks.placement(self._sequence, self._layers.token_ranks, x)
             way = self._sequence.scan
+            # Computed from sizes that are equal on all ranks, so that they choose the same way.
             if way is SequenceScan.AUTO:
                 way = cheaper_way(recurrence, flat, placement)
                 if not self._reported and placement.channel.size > 1:

@@ -49,6 +49,7 @@ def run_with_a_share(
     up the two fails. Raises ValueError, or an error of the model's code, if the model does not run
     on a rank's share of the features.
     """
+    # A channel that acts as rank 0 of `size` ranks and sends nothing.
     tensor, tokens = DryChannel("tensor", size, 0), 8 * size
     layers = RankLayers(
         mode=Mode.MSP,
@@ -198,6 +199,7 @@ class _Shares:
         if self._rank is None:
             with torch.no_grad():
                 self._whole[key] = forward(x)
+        # From the whole run also on a rank: so an error before this column has no effect after it.
         y = self._whole[key]
         if self._rank is not None:
             y = _share(y, self._rank, self._size)
@@ -222,7 +224,7 @@ class _Shares:
                 said = self._said("", name, whole.x.shape[-1], " in its backward pass")
                 self.of_gradients = self.of_gradients or said
         self._other = ""
-        return whole.y.clone()
+        return whole.y.clone()  # a copy, because the model may write into it
 
     def _gradients(self, x: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradients of a fixed weighted sum of x by the outputs of the columns before.

@@ -90,6 +90,7 @@ class Entrance:
 
         Raises ValueError if not exactly one of the arguments looks like the input.
         """
+        # Models pass the input by position or under various names: find it by its form.
         found = [x for x in (*args, *kwargs.values()) if self._is_input(x)]
         if len(found) != 1:
             raise ValueError(
@@ -127,7 +128,7 @@ class _Enter(Function):
     def forward(ctx: Any, x: Tensor, entrance: Entrance) -> Tensor:
         ctx.entrance, ctx.again = entrance, None
         ctx.save_for_backward(x if entrance.regathers else None)
-        if not entrance.gathers:
+        if not entrance.gathers:  # mtp: nothing to send, but backward needs this node
             return x.view_as(x)
         tag = Tag(Purpose.ACTIVATION, entrance.name, "x")
         full: Tensor = entrance.tensor.all_gather(x, dim=-2, tag=tag).wait()
@@ -139,6 +140,7 @@ class _Enter(Function):
         ctx.again = None  # free what fsp gathered again: all columns have read it by now
         entrance: Entrance = ctx.entrance
         tag = Tag(Purpose.INPUT_GRADIENT, entrance.name, "dx")
+        # dx is this rank's part of a sum: its columns have only a part of the output features.
         if entrance.gathers:
             return entrance.tensor.reduce_scatter(dx, dim=-2, tag=tag).wait(), None
         return entrance.tensor.all_reduce(dx, tag=tag).wait(), None
@@ -154,13 +156,14 @@ def _regathered(x: Tensor) -> saved_tensors_hooks:
     memory = storage_key(x.untyped_storage())
 
     def pack(saved: Tensor) -> Tensor | torch.Size:
+        # By storage, because a linear saves a flattened view of x.
         again = storage_key(saved.untyped_storage()) == memory
         return saved.shape if again else saved
 
     def unpack(packed: Tensor | torch.Size) -> Tensor:
         if isinstance(packed, Tensor):
             return packed
-        if node.again is None:
+        if node.again is None:  # on all ranks at the same column, so that the all-gather meets
             (own,) = node.saved_tensors
             entrance: Entrance = node.entrance
             tag = Tag(Purpose.REGATHERED_ACTIVATION, entrance.name, "x")

@@ -99,7 +99,8 @@ class TensorPlan(NamedTuple):
         if cut is None or tensor.size == 1:
             return Moves()
         moves = moves_for(mode, cut.role, tensor, sequence_dim=-2)  # x [B, S', I] or [B S', I]
-        # The entrance of the region communicates once for all of its columns.
+        # Columns send nothing themselves: their region's entrance does it once for all of them. The
+        # head and columns without a row are in no region.
         if cut.role is Role.COLUMN and linear != self.head and not cut.alone:
             moves = Moves()
         if not cut.whole:
@@ -109,6 +110,7 @@ class TensorPlan(NamedTuple):
         if cut.alone and mode.splits_sequence:
             y = partial(tensor.all_to_all, scatter=-2, gather=-1)
             return replace(moves, y=y, dy=partial(tensor.all_to_all, scatter=-1, gather=-2))
+        # A whole region: its column gathers the features, its row takes the rank's share of them.
         own, whole = partial(_own_features, tensor), partial(tensor.all_gather, dim=-1)
         if cut.role is Role.COLUMN:
             return replace(moves, y=whole, dy=own)
@@ -119,6 +121,7 @@ class TensorPlan(NamedTuple):
         for name, cut in self.cuts.items():
             linear = model.get_submodule(name)
             features = (in_features if cut.role is Role.ROW else _out_features)(linear)
+            # The head's rows, the vocabulary, may be uneven.
             if name != self.head and features % size:
                 raise ValueError(
                     f"parallel.tensor.size={size} must divide the {features} features along which"
@@ -239,6 +242,7 @@ def _regions(
             continue
         # A row: it ends the region of all columns before it.
         inside = calls[min(columns.values(), default=place) : place]
+        # What is left at the end is attention outside of regions, where a rank has all heads.
         attentions -= sum(call.kind is Kind.ATTENTION for call in inside)
         regions.append(_region(block, (*columns, call.module), cut.whole, inside, trace))
         columns.clear()

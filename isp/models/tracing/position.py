@@ -92,7 +92,7 @@ class Instead(NamedTuple):
 
 
 _AS_TRACED = Instead()
-"""Nothing is left out."""
+"""An `Instead` that leaves nothing out."""
 
 
 class ForwardPass:
@@ -238,9 +238,9 @@ class Position:
         key = mixing_key(now.name, now.passed)
         call = now.arrive(kind, now.name)  # calls that mix tokens have the name of their block
         if now.planned:
-            self._communicator.pass_by(key)
+            self._communicator.pass_by(key)  # may launch gathers of the next block
             if self._mixing_hooks:
-                for hook in [*self._mixing_hooks.get(key, {}).values()]:
+                for hook in [*self._mixing_hooks.get(key, {}).values()]:  # a hook may remove itself
                     hook(x)
         return now, call
 

@@ -75,7 +75,7 @@ _SEEN_IN_BACKWARD = {
     "permuted": "permuting tokens together with their positions changes their gradients",
     "part": "the gradients of a part of the tokens differ from those with all tokens",
 }
-"""The same as `_SEEN` for differences in a backward."""
+"""By case that the probe compares, what it shows, for the message: differences in a backward."""
 
 _KNOWN = "transformers.", "model.decoder"
 """Beginnings of the names of Python modules whose experts are known to mix no tokens."""
@@ -97,9 +97,9 @@ class _Tokens(NamedTuple):
     """The tokens of one forward of the probe."""
 
     ids: Tensor
-    """[1, S]"""
+    """Token ids, [1, S]."""
     positions: Tensor
-    """[1, S]"""
+    """The position of each token, [1, S]."""
     rows: Tensor
     """The index of each token among all tokens of the probe, [S]."""
 
@@ -472,7 +472,7 @@ class _Found(NamedTuple):
     rows: Tensor
     """The index of each token among all tokens of the probe, [S]."""
     logits: Tensor
-    """[S, V] in float64."""
+    """The logits of each token in float64, [S, V]."""
     gradients: list[Tensor]
     """For each lookup in a table, the gradient of each token's row, [S, D]."""
     is_random: bool

@@ -91,6 +91,7 @@ class CallRecorder:
 
         Raises ValueError if q, k or v do not have S as their second dim.
         """
+        # transformers has heads before tokens: a model that calls isp.attention may, too.
         if any(x.dim() != 4 or x.shape[1] != TOKENS for x in (q, k, v)):
             shapes = ", ".join(str(list(x.shape)) for x in (q, k, v))
             turned = q.dim() == 4 and q.shape[2] == TOKENS
@@ -107,6 +108,7 @@ class CallRecorder:
         logits = options.scale, options.softcap, options.sinks is not None
         sizes = AttentionSizes(heads, k.shape[2], size, v.shape[3], *reach, *logits)
         result = q.new_zeros(*q.shape[:3], v.shape[3])
+        # Kept until the end, to see whether the model writes into it, see `calls_in_blocks`.
         self._results[len(self._calls)] = result, version_of(result)
         self._calls.append(Call(Kind.ATTENTION, self._block or "", self._block, sizes))
         return result
@@ -230,6 +232,7 @@ class CallRecorder:
         ):
             ahead = Ahead(name, args[0].dim())
             self._calls[number] = self._calls[number]._replace(ahead=ahead)
+        # A module runs in tiles only if x is all that it is called with.
         alone = len(args) == 1 and not kwargs and isinstance(args[0], Tensor) and args[0].dim() == 3
         if alone and (given := TokenOutput.of(output, (1, TOKENS))) is not None:
             self.by_token.setdefault(name, []).append(given)

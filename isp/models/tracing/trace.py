@@ -70,6 +70,7 @@ class ModelTrace(NamedTuple):
 
         A block comes with its name and its calls, a call outside of blocks with its module's name.
         """
+        # The calls of a block follow each other, because no block is called twice.
         for block, calls in groupby(self.calls, key=lambda call: call.block):
             if block is None:
                 yield from ((call.module, (call,)) for call in calls)
@@ -319,11 +320,13 @@ def _by_token(
         if not name.startswith(blocks) or inside_another:
             continue
         inside = [c for c in calls if c.module.startswith(f"{name}.")]
+        # A single linear is not worth tiles: its output has to exist as a whole anyway.
         several = len(inside) > 1 or any(c.kind is Kind.EXPERTS for c in inside)
         once = len({c.module for c in inside}) == len(inside)
         outputs = recorder.by_token.get(name, [])
-        alone = len(outputs) == 1 and model.get_submodule(name) not in recorder.mixing
-        if several and once and alone:
+        # Called once, with an output for each token that depends on no other token.
+        by_token = len(outputs) == 1 and model.get_submodule(name) not in recorder.mixing
+        if several and once and by_token:
             found[name] = outputs[0]
     return found
 
@@ -356,7 +359,7 @@ def _multiplied(
         for parameter in model.get_submodule(call.module).parameters(recurse=False):
             if call.kind is Kind.LINEAR and parameter.dim() == 2:
                 total[call.block] += parameter.numel()
-            if call.kind is Kind.EXPERTS and parameter.dim() == 3:  # [E, .., ..]: k of E
+            if call.kind is Kind.EXPERTS and parameter.dim() == 3:  # a stack: k of E experts
                 total[call.block] += parameter[: call.route].numel()
     # Some routers are bare parameters that the model's code multiplies by, without an nn.Linear.
     for name in (name for name, role in roles.items() if role is ParameterRole.ROUTER):

@@ -135,6 +135,7 @@ class _Indexer:
         arguments = tree_map(part, self._arguments)
         given = {name: part(x) for name, x in self._given.items()}
         cache = _Keys(keys[None])
+        # Calls of linears return the tile of their recorded results.
         found = self._run(lambda name, *_, **__: given[name], cache, seen[None], arguments)
         return found.flatten(0, -3).transpose(0, 1)  # [1, R, n] or [1, G, R, n] -> [R, G, n]
 
@@ -195,7 +196,7 @@ def _forward_of(make: Callable[[Any, dict[str, Any]], _Indexer]) -> Callable[...
             return own(module, *args, **kwargs)
         bound = inspect.signature(own).bind(module, *args, **kwargs)
         bound.apply_defaults()
-        _, *arguments = bound.arguments.items()
+        _, *arguments = bound.arguments.items()  # without the module itself
         with torch.no_grad():
             return mixers.choose(make(module, dict(arguments)))
 
