@@ -33,7 +33,7 @@ def language_model(model: ModelConfig, dtype: str, *, trains: bool = True) -> Tr
         # for all their values. `compile` stays, because the decoder's modules read it.
         plain = defaults_of(ModelConfig, KeyRole.METHOD, KeyRole.PLACE)
         own = replace(model, **{**plain, "compile": model.compile})
-        return _decoder(own).computed(**how_computed(model))
+        return _decoder(own).with_options(**how_computed(model))
     require(f"model.hf={model.hf}", "transformers", "safetensors")
     if model.adapter is not None:
         require("model.adapter", "peft", extra="peft")

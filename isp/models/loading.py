@@ -25,7 +25,7 @@ from isp.models.huggingface.adapter_config import AdapterConfig
 from isp.models.huggingface.adapters import AdapterWeights, adapted
 from isp.models.huggingface.dequantization import check_readable
 from isp.models.huggingface.initial_weights import Drawing, InitialWeights, drawings
-from isp.models.huggingface.make import limited_model, made, take_out_tower
+from isp.models.huggingface.make import limited_model, new_model, take_out_tower
 from isp.models.huggingface.overrides import OverrideError, check_overrides, overridden_config
 from isp.models.huggingface.renaming import ConvertedFiles
 from isp.models.huggingface.tiny import kept_in_float64
@@ -37,12 +37,12 @@ from isp.utils.text import first_line
 __all__ = [
     "begun_by_the_model",
     "empty_model",
+    "exported_tensors",
     "folder_model",
     "kept_buffers",
     "meta_model",
     "parameters_on_meta",
     "plain_model",
-    "saved_again",
 ]
 
 logger = logging.getLogger(__name__)
@@ -65,14 +65,14 @@ def folder_model(
 
     `trains`: False for evaluation; a model that trains must not have dropout. `overrides`:
     `model.hf_overrides` as JSON, which can be hashed for the cache. `adapter`: only the adapter is
-    trained. `keys`: arguments of `TracedModel.computed`; the folder is read and traced once for all
-    of them. In float64 all of the model is computed in float64, also what transformers keeps in
+    trained. `keys`: arguments of `TracedModel.with_options`; the folder is read and traced once for
+    all of them. In float64 all of the model is computed in float64, also what transformers keeps in
     float32. Raises ValueError if the folder has no causal language model or an unsupported one.
     """
     read = _read_and_traced(
         folder, dtype, overrides, adapter, trains=trains, allow_unchecked=allow_unchecked
     )
-    return read.computed(**keys)
+    return read.with_options(**keys)
 
 
 @lru_cache(maxsize=8)
@@ -127,7 +127,7 @@ def empty_model(
     return model, _weights_of(model, Path(folder))
 
 
-def saved_again(
+def exported_tensors(
     folder: str,
     shapes: Mapping[str, tuple[int, ...]],
     read: Callable[[str], Tensor],
@@ -186,8 +186,8 @@ def plain_model(
     """Load a folder's model with `from_pretrained` of transformers, ready to generate text.
 
     `overrides`: `model.hf_overrides`. `state`: weights to use instead of the folder's, with the
-    names of `saved_again`. `device_map`: that of transformers; None: CPU memory. Raises ValueError
-    if transformers cannot load the model, or if it generates no text.
+    names of `exported_tensors`. `device_map`: that of transformers; None: CPU memory. Raises
+    ValueError if transformers cannot load the model, or if it generates no text.
     """
     import transformers
 
@@ -236,7 +236,7 @@ def meta_model(
     try:
         config = overridden_config(folder, overrides)
         with parameters_on_meta():
-            model: Any = made(config, dtype)
+            model: Any = new_model(config, dtype)
     except OverrideError:
         raise
     except Exception as error:  # transformers may raise anything for a file

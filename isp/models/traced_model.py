@@ -156,7 +156,7 @@ class TracedModel:
         # Parameters are shared with `shape`: callers replace them, and never write into them.
         return copied(self.shape, {id(p): p for p in self.shape.parameters()})
 
-    def computed(self, **keys: Any) -> TracedModel:
+    def with_options(self, **keys: Any) -> TracedModel:
         """Return a copy of this model with new values of attributes, without tracing again.
 
         `keys`: the new values, by name of an argument of `__init__` that is an attribute, too.
@@ -174,7 +174,7 @@ class TracedModel:
         model, shape = copy.deepcopy((self.model, self.shape))
         model.requires_grad_(False)
         shape.requires_grad_(False)
-        return self.computed(model=model, shape=shape)
+        return self.with_options(model=model, shape=shape)
 
     def _once(self, key: Hashable, find: Callable[[], _Found]) -> _Found:
         """Return `find()`, computed once per `key`; it must depend on key, shape and trace only."""
@@ -307,7 +307,7 @@ class TracedModel:
         experts, tiles = experts_of(self.shape, self.trace), self.recomputation.mlp_tile_tokens
         check_spread(type(self.model).__name__, self.trace, config, parallel.expert)
         if parallel.weight.vocab_parallel_loss and not parallel.tensor.mode.splits_features:
-            self._check_exchanged(parallel.tensor.size)
+            self._check_vocab_parallel_loss(parallel.tensor.size)
         num_stages = parallel.pipeline.size * parallel.pipeline.num_chunks
         coefficients = self._router_losses()
         check_router_losses(
@@ -327,7 +327,7 @@ class TracedModel:
         parts = parallel.tensor.size if parallel.tensor.mode.splits_sequence else 1
         self._lengths.check(tokens, tokens // parts, allow_unchecked=self.allow_unchecked)
 
-    def _check_exchanged(self, size: int) -> None:
+    def _check_vocab_parallel_loss(self, size: int) -> None:
         """Raise ValueError if `size` ranks cannot each have a slice of all tokens' logits."""
         vocab, key = self.trace.vocab_size, "parallel.weight.vocab_parallel_loss"
         if self.trace.head is None:

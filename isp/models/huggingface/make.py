@@ -21,9 +21,9 @@ from isp.utils.limits import limited
 
 __all__ = [
     "folder_config",
+    "is_vision_language",
     "limited_model",
-    "made",
-    "sees",
+    "new_model",
     "take_out_tower",
     "without_implementations",
 ]
@@ -40,7 +40,7 @@ activations of the probe's backward (4 GB for 70B parameters). `limited_model` a
 half of the machine's memory."""
 
 
-def sees(config: Any) -> bool:
+def is_vision_language(config: Any) -> bool:
     """Return whether a configuration is that of a vision-language model."""
     from transformers import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 
@@ -103,7 +103,7 @@ def without_implementations(config: Any) -> Any:
     return config
 
 
-def made(config: Any, dtype: torch.dtype | None = None) -> Any:
+def new_model(config: Any, dtype: torch.dtype | None = None) -> Any:
     """Make the model of a configuration, with all parts; run no code of the model's folder."""
     from transformers import (
         AutoModelForCausalLM,
@@ -111,7 +111,7 @@ def made(config: Any, dtype: torch.dtype | None = None) -> Any:
         AutoModelForSequenceClassification,
     )
 
-    kind: Any = AutoModelForImageTextToText if sees(config) else AutoModelForCausalLM
+    kind: Any = AutoModelForImageTextToText if is_vision_language(config) else AutoModelForCausalLM
     if any(name.endswith("ForSequenceClassification") for name in config.architectures or ()):
         kind = AutoModelForSequenceClassification
     config = without_implementations(config)
@@ -124,7 +124,7 @@ def take_out_tower(model: Any) -> tuple[str, ...]:
     Returns the names of the removed modules; for any other model, none.
     """
     config = getattr(model, "config", None)
-    if config is None or not sees(config):
+    if config is None or not is_vision_language(config):
         return ()
     read = {model.get_decoder(), model.get_input_embeddings(), model.get_output_embeddings()}
     return tuple(_take_out(model, "", read - {None}))

@@ -14,7 +14,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from isp.models.huggingface.make import folder_config, made, without_implementations
+from isp.models.huggingface.make import folder_config, new_model, without_implementations
 from isp.models.meta import parameters_on_meta
 from isp.utils.files import read_json
 from isp.utils.text import first_line, nearest
@@ -86,7 +86,7 @@ def check_overrides(folder: str | Path, overrides: Mapping[str, Any]) -> None:
 def _shapes(config: Any) -> dict[str, tuple[int, ...]]:
     """Return by name the shapes of a model's parameters, of a tied one by its first name."""
     with parameters_on_meta():
-        model = made(config)
+        model = new_model(config)
     return {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
 
 

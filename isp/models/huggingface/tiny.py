@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from isp.core.torch_private import grouped_mm
-from isp.models.huggingface.make import made, sees, take_out_tower
+from isp.models.huggingface.make import is_vision_language, new_model, take_out_tower
 from isp.models.meta import parameters_on_meta
 
 __all__ = ["as_wide", "fewer_heads", "kept_in_float64", "tiny_config", "tiny_model"]
@@ -86,10 +86,10 @@ def tiny_model(config: Any, layers: int = 2) -> nn.Module:
 
 def _with_weights(config: Any) -> Any:
     """Make the model of a configuration with random weights, without a vision tower."""
-    if not sees(config):
-        return made(config, torch.float64)  # its buffers are computed in float64, too
+    if not is_vision_language(config):
+        return new_model(config, torch.float64)  # its buffers are computed in float64, too
     with parameters_on_meta():
-        model = made(config)
+        model = new_model(config)
     take_out_tower(model)
     _fill(model, model)
     model.tie_weights()

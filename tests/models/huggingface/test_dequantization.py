@@ -14,7 +14,7 @@ from torch import Tensor
 from isp.core.mesh import Axis
 from isp.core.mesh.layout import ParameterLayout
 from isp.models.huggingface.dequantization import DequantizedFiles
-from isp.models.loading import saved_again
+from isp.models.loading import exported_tensors
 from tests.models.folders import write_folder
 from tests.models.test_loading import parts_of, state, whole
 from tests.ranks import run_ranks
@@ -84,7 +84,7 @@ def test_ranks_read_what_transformers_dequantises(tmp_path: Path, kind: str) -> 
         # Before transformers 5.23 MXFP4 becomes bfloat16, which holds each number exactly.
         torch.testing.assert_close(found[name], tensor, rtol=0, atol=0, check_dtype=False)
     shapes = {name: tuple(tensor.shape) for name, tensor in found.items()}
-    assert dict(saved_again(str(folder), shapes, found.__getitem__)).keys() == before
+    assert dict(exported_tensors(str(folder), shapes, found.__getitem__)).keys() == before
 
 
 @pytest.mark.parametrize("dim", [0, 1])

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from isp.cli import main
 from isp.config import ConfigError, JobConfig, load_config, to_yaml
-from isp.models.huggingface.make import folder_config, made
+from isp.models.huggingface.make import folder_config, new_model
 from isp.step.job_models import check_models, trained_model
 from isp.train.data import check_data
 from tests.config.test_job import faults_of
@@ -231,7 +231,7 @@ def test_a_folder_does_not_choose_the_code_that_computes(
     change(folder, **changes)
     assert trained_model(config_of(folder)).num_parameters > 0
     # transformers' own choices: one of a package would be used by a model without the interface.
-    whole = made(folder_config(folder))
+    whole = new_model(folder_config(folder))
     for config in (whole.config, whole.config.get_text_config(decoder=True)):
         assert config._attn_implementation in ("sdpa", "eager")
         assert config._experts_implementation in ("grouped_mm", "eager", None)
