@@ -71,7 +71,7 @@ def _with_adapters(model: Any, adapter: AdapterConfig) -> Any:
             raise
         raise ValueError(
             f"{pattern}:"
-            f" {str(error).splitlines()[0]}{_as_meant(adapter.target_modules, linears)} The model's"
+            f" {str(error).splitlines()[0]}{_hint(adapter.target_modules, linears)} The model's"
             f" linear layers: {', '.join(sorted(linears))}"
         ) from None
 
@@ -116,7 +116,7 @@ def _check_same_adapter(
         )
 
 
-def _as_meant(targets: str | Sequence[str] | None, linears: Set[str]) -> str:
+def _hint(targets: str | Sequence[str] | None, linears: Set[str]) -> str:
     """Return a hint for a mistyped `target_modules`; empty without one.
 
     Names of linear layers must be a list, not a text; all-linear must be a text, not a list.

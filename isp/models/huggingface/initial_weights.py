@@ -82,13 +82,18 @@ class Drawing:
             func(tile, *args, **own)
 
 
-def drawings(parameters: Mapping[str, Tensor], begin: Callable[[], None]) -> dict[str, Drawing]:
-    """Return by name what the function `begin` does to each of the parameters, on meta."""
+def drawings(
+    parameters: Mapping[str, Tensor], initialize: Callable[[], None]
+) -> dict[str, Drawing]:
+    """Return by name what the function `initialize` does to each of the parameters, on meta."""
     recorder = _Recorder(parameters)
     try:
         with recorder, torch.no_grad():
-            begin()
-    except (RuntimeError, NotImplementedError):  # `begin` reads values, which meta tensors lack
+            initialize()
+    except (
+        RuntimeError,
+        NotImplementedError,
+    ):  # `initialize` reads values, which meta tensors lack
         for drawing in recorder.found.values():
             drawing.known = False
     return recorder.found

@@ -42,11 +42,16 @@ from isp.models.tracing.trace import Kind, ModelTrace
 __all__ = ["DispatchExperts", "ExpertExchange", "check_spread"]
 
 
-def check_spread(name: str, trace: ModelTrace, config: Mapping[str, Any], of: ExpertConfig) -> None:
-    """Raise ValueError if the experts of model `name` cannot be spread over ranks as `of` asks."""
-    if of.size == 1:
+def check_spread(
+    name: str, trace: ModelTrace, config: Mapping[str, Any], expert: ExpertConfig
+) -> None:
+    """Raise ValueError if the experts of a model cannot be spread over ranks as `expert` says.
+
+    `name`: the class of the model; `config`: its config.json.
+    """
+    if expert.size == 1:
         return
-    key = f"parallel.expert.size={of.size}"
+    key = f"parallel.expert.size={expert.size}"
     if not trace.elements(ParameterRole.EXPERT):
         raise ValueError(f"{key} needs experts that isp can shard, and {name} has none: use 1")
     if config.get("zero_expert_num"):

@@ -129,14 +129,14 @@ class RouterLosses:
         self,
         routers: list[tuple[nn.Module, int]],
         top_k: int,
-        of: RouterCoefficients,
+        coefficients: RouterCoefficients,
         channel: Channel,
     ) -> None:
         """`routers`: each with the index of the logits in its output; `top_k`: experts of a token.
 
-        `of`: the coefficients of the losses; `channel`: the ranks that share a sequence.
+        `channel`: the ranks that share a sequence.
         """
-        self._top_k, self.coefficients, self._channel = top_k, of, channel
+        self._top_k, self.coefficients, self._channel = top_k, coefficients, channel
         self._routing: _Routing | None = None
         for router, place in routers:
             router.register_forward_hook(partial(self._routed, place))
@@ -220,10 +220,14 @@ class _Tied(Function):
 
     @staticmethod
     def forward(
-        ctx: Any, logits: Tensor, routing: _Routing, of: RouterCoefficients, *given: Tensor
+        ctx: Any,
+        logits: Tensor,
+        routing: _Routing,
+        coefficients: RouterCoefficients,
+        *given: Tensor,
     ) -> tuple[Tensor, ...]:
         ctx.save_for_backward(logits)
-        ctx.routing, ctx.coefficients = routing, of
+        ctx.routing, ctx.coefficients = routing, coefficients
         return tuple(x.view_as(x) for x in given)
 
     @staticmethod
@@ -235,30 +239,30 @@ class _Tied(Function):
 
 
 def make_router_losses(
-    model: Any, config: dict[str, Any], of: RouterCoefficients, channel: Channel
+    model: Any, config: dict[str, Any], coefficients: RouterCoefficients, channel: Channel
 ) -> RouterLosses | None:
-    """Return the losses of a model's routers; None if both coefficients in `of` are 0."""
-    if not of.of_losses:
+    """Return the losses of a model's routers; None if both coefficients are 0."""
+    if not coefficients.of_losses:
         return None
-    return RouterLosses(_find_routers(model), _experts_of_a_token(config), of, channel)
+    return RouterLosses(_find_routers(model), _experts_of_a_token(config), coefficients, channel)
 
 
 def check_router_losses(
     model: Any,
     config: dict[str, Any],
-    of: RouterCoefficients,
+    coefficients: RouterCoefficients,
     experts: Mapping[str, int],
     *,
     num_stages: int,
     tiles: int,
 ) -> None:
-    """Raise ValueError if the model or layout cannot have the losses and bias updates in `of`.
+    """Raise ValueError if model or layout cannot have the losses or the bias updates asked for.
 
     `experts`: the result of `isp.models.moe.load_balance.experts_of`; `num_stages`: the number of
     pipeline stages; `tiles`: tokens of a tile, 0 without tiles.
     """
-    check_bias_update(model, experts, of.bias_rate, tiles=tiles)
-    if not of.of_losses:
+    check_bias_update(model, experts, coefficients.bias_rate, tiles=tiles)
+    if not coefficients.of_losses:
         return
     _find_routers(model)
     _experts_of_a_token(config)

@@ -46,7 +46,7 @@ class Blocks:
         self.input_kept: dict[str, bool] = {}
         """By block of the rank's stages: True if its input is kept; False after the first block of
         a segment."""
-        self._whole: dict[str, Recomputer] = {}
+        self._recomputers: dict[str, Recomputer] = {}
         """The recomputer of each block of the rank; the blocks of a stage share one."""
         for stage in stages:
             recomputer = Recomputer(
@@ -56,7 +56,7 @@ class Blocks:
                 offload_to=layers.host if what.offload else None,
                 segment=what.segment,
             )
-            self._whole |= dict.fromkeys(stage.blocks, recomputer)
+            self._recomputers |= dict.fromkeys(stage.blocks, recomputer)
             kept = inputs_kept(tuple(self.recomputed[b] for b in stage.blocks), what.segment)
             self.input_kept |= dict(zip(stage.blocks, kept, strict=True))
         self.between_linears = what.between_linears
@@ -83,7 +83,7 @@ class Blocks:
         """Begin a forward of the model that leaves out the blocks `left_out`."""
         # The first block that runs identifies the stage, whose blocks share a recomputer.
         first = next(block for block in self.recomputed if block not in left_out)
-        self._whole[first].begin()
+        self._recomputers[first].begin()
 
     def wrapper(self, block: str, module: nn.Module) -> Wrapper:
         """Return the wrapper `Wrap.BLOCK` of a block."""
@@ -131,7 +131,7 @@ class Blocks:
                 return forward(*args, **kwargs)
 
         if recomputed and torch.is_grad_enabled():
-            out = self._whole[block](run, *args)
+            out = self._recomputers[block](run, *args)
         else:
             out = self._between(run, *args) if self.between_linears else run(*args)
         if block == instead.last_block:

@@ -163,7 +163,7 @@ class _Shares:
                 stack.enter_context(replaced_forward(module, partial(act, name, module.forward)))
         for region in plan.regions:
             for name in () if region.whole else region.between:
-                module, note = model.get_submodule(name), partial(self._passed, name)
+                module, note = model.get_submodule(name), partial(self._compare_output, name)
                 stack.callback(module.register_forward_hook(note).remove)
 
     def begin(self, rank: int) -> None:
@@ -219,9 +219,9 @@ class _Shares:
         whole: _Given = self._whole[key]
         if self._rank is not None:
             if self.differ(whole.x, x.detach()):
-                raise ValueError(self._said(self._other, name, whole.x.shape[-1]))
+                raise ValueError(self._message(self._other, name, whole.x.shape[-1]))
             if self._gradients_differ(whole.gradients, gradients):
-                said = self._said("", name, whole.x.shape[-1], " in its backward pass")
+                said = self._message("", name, whole.x.shape[-1], " in its backward pass")
                 self.of_gradients = self.of_gradients or said
         self._other = ""
         return whole.y.clone()  # a copy, because the model may write into it
@@ -251,7 +251,7 @@ class _Shares:
         pairs = zip(whole, own, strict=True)
         return any(a is not None and b is not None and self.differ(a, b, 1e-3) for a, b in pairs)
 
-    def _passed(self, name: str, _: nn.Module, __: Any, output: Any) -> None:
+    def _compare_output(self, name: str, _: nn.Module, __: Any, output: Any) -> None:
         """Compare the output of a module between a column and a row with that in the whole run.
 
         A forward hook. Records the first module that differs, to name it if the row's input does.
@@ -264,7 +264,7 @@ class _Shares:
         elif not self._other and self._whole[key].dim() == output.dim():
             self._other = name if self.differ(self._whole[key], output.detach()) else ""
 
-    def _said(self, place: str, row: str, features: int, where: str = "") -> str:
+    def _message(self, place: str, row: str, features: int, where: str = "") -> str:
         """Return the error message for a row whose input is not the rank's share.
 
         `place`: the module at fault; empty: unknown, so the region's module is named. `where`: text

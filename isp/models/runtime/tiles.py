@@ -115,7 +115,7 @@ class TiledModule:
         """Compute all tiles: x [B, S', D] -> [B, S', E], packed; each runs in `inside()`."""
         if not torch.is_grad_enabled():
             with self.unsharded(Phase.FORWARD):
-                return self.computed(x, self.tiles(x), inside)
+                return self.compute_all(x, self.tiles(x), inside)
         # [Note: Kept input] If x needs no gradient, `_Keep` also takes the parameters: otherwise
         # its output would need no gradient, and the node that saves x would not exist.
         x = _Keep.apply(x, *(() if x.requires_grad else self.parameters))
@@ -139,20 +139,20 @@ class TiledModule:
                 tiles = [slice(part.start, part.stop) for part in ranges]
         return tiles
 
-    def tile(self, x: Tensor, inside: Callable[[], AbstractContextManager[None]]) -> Tensor:
+    def compute_tile(self, x: Tensor, inside: Callable[[], AbstractContextManager[None]]) -> Tensor:
         """Compute one tile: [B, T, D] -> [B, T, E], packed."""
         with inside():
             given = self._forward(x)
         self._dtypes = tuple(leaf.dtype for leaf in tree_leaves(given))
         return self._output.packed(given, len(x))
 
-    def computed(
+    def compute_all(
         self, x: Tensor, tiles: list[slice], inside: Callable[[], AbstractContextManager[None]]
     ) -> Tensor:
         """Compute all tiles without an autograd graph: [B, S', D] -> [B, S', E]."""
         out: Tensor | None = None
         for tile in self.layers.each_tile(tiles):
-            y = self.tile(x[:, tile].contiguous(), inside)
+            y = self.compute_tile(x[:, tile].contiguous(), inside)
             if out is None:
                 out = y.new_empty(*x.shape[:2], y.shape[-1])
             out[:, tile] = y
@@ -273,7 +273,7 @@ class _InTiles(Function):
         ctx.snapshot = tiled.tracker.snapshot()  # backward draws the same dropout masks
         with tiled.unsharded(Phase.FORWARD):
             ctx.tiles = tiled.tiles(x)
-            y: Tensor = tiled.computed(x, ctx.tiles, inside)
+            y: Tensor = tiled.compute_all(x, ctx.tiles, inside)
         return y
 
     @staticmethod
@@ -290,7 +290,7 @@ class _InTiles(Function):
             for tile in tiled.layers.each_tile(ctx.tiles):
                 leaf = x[:, tile].detach().contiguous().requires_grad_()
                 with torch.enable_grad():
-                    y = tiled.tile(leaf, ctx.inside)
+                    y = tiled.compute_tile(leaf, ctx.inside)
                 d_leaf, *found = torch.autograd.grad(
                     y, [leaf, *trained], dy[:, tile].contiguous(), allow_unused=True
                 )

@@ -73,7 +73,7 @@ class WeightHolders:
         self._called_outside = frozenset(trace.called_at)
         self.entrances: dict[str, Entrance] = {}
         """By column linear, the entrance of the region that it is in."""
-        self._of: dict[str, Holder] = {}
+        self._holders: dict[str, Holder] = {}
         """By name of a module, its holder; fused linears share one."""
         own = frozenset[str]().union(*(stage.parameters for stage in stages))
         # A tensor-parallel plan cuts each linear over all ranks. Fused linears are cut as one, so a
@@ -95,7 +95,7 @@ class WeightHolders:
 
     def linear(self, name: str) -> ShardedLinear:
         """Return the holder of a linear that is not fused with others."""
-        found = self._of[name]
+        found = self._holders[name]
         assert isinstance(found, ShardedLinear)
         return found
 
@@ -103,7 +103,7 @@ class WeightHolders:
         """Return by name functions to call in place of linears and tables, which return zeros."""
         found = dict[str, Callable[[Tensor], Tensor]]()
         for name in names:
-            holder = self._of[name]
+            holder = self._holders[name]
             assert isinstance(holder, ShardedLinear | ShardedEmbedding)
             found[name] = partial(_zeros, holder.width, self.layers.dtype)
         return found
@@ -160,8 +160,8 @@ class WeightHolders:
         their weights are not gathered then.
         """
         if self._plan is None and not self.layers.experts_stay:
-            return self._of
-        return {n: h for n, h in self._of.items() if not isinstance(h, ShardedExperts)}
+            return self._holders
+        return {n: h for n, h in self._holders.items() if not isinstance(h, ShardedExperts)}
 
     def _enter_regions(self) -> None:
         """Make the entrances of the plan's regions, if features are split over several ranks."""
@@ -183,7 +183,7 @@ class WeightHolders:
             # The fused shards; the parameters of the linears are views of these.
             whole = weight.whole, None if bias is None else bias.whole
             fused = FusedLinears(linears, self.layers.communicator, *whole)
-            self._of |= dict.fromkeys(group, fused)
+            self._holders |= dict.fromkeys(group, fused)
             for name in group:
                 self._wrap(Kind.LINEAR, name, fused.wrapper(name))
 
@@ -196,7 +196,7 @@ class WeightHolders:
         here = (call for call in trace.calls if call.block in own)
         # A module that is called several times has one holder.
         for (kind, name), call in {(call.kind, call.module): call for call in here}.items():
-            if name in self._of or kind.mixes:
+            if name in self._holders or kind.mixes:
                 continue
             module = self.model.get_submodule(name)
             holder: Holder
@@ -209,7 +209,7 @@ class WeightHolders:
                 holder = ShardedEmbedding(module, name, layers, self.position, moves)
             else:
                 holder = self._experts(call, module)
-            self._of[name] = holder
+            self._holders[name] = holder
             self._wrap(kind, name, holder.wrap)
 
     def _wrap(self, kind: Kind, name: str, compute: Wrapper) -> None:
@@ -237,7 +237,9 @@ class WeightHolders:
             calls = tuple(call for call in own if call.module.startswith(f"{name}."))
             if calls:
                 module = self.model.get_submodule(name)
-                inside = dict.fromkeys(self._of[c.module] for c in calls if c.module in self._of)
+                inside = dict.fromkeys(
+                    self._holders[c.module] for c in calls if c.module in self._holders
+                )
                 tiled = TiledModule(
                     name,
                     module,
@@ -307,7 +309,7 @@ class WeightHolders:
     def _give_layouts(self) -> None:
         """Set `layouts` of the holders' weights; fused linears have theirs already."""
         layouts = {item.parameter: item.layout for item in self.named}
-        for weight in (w for holder in self._of.values() for w in holder.weights):
+        for weight in (w for holder in self._holders.values() for w in holder.weights):
             if not isinstance(weight, FusedLinears):
                 own = {weight.weight_name: weight.weight, "bias": weight.bias}
                 weight.layouts = {
@@ -341,16 +343,18 @@ class WeightHolders:
             )
             return max((i + 0.5 for i, within in enumerate(inside) if within), default=index)
 
-        of = {i: holders.get(call.module) for i, call in enumerate(calls)}
+        holder_at = {i: holders.get(call.module) for i, call in enumerate(calls)}
         # The first of several fused linears reads the weights of all; the other calls read none.
         later = {
-            i for i, h in of.items() if isinstance(h, FusedLinears) and h.first != calls[i].module
+            i
+            for i, h in holder_at.items()
+            if isinstance(h, FusedLinears) and h.first != calls[i].module
         }
-        reached = sorted((i for i in of if i not in later), key=turn)
+        reached = sorted((i for i in holder_at if i not in later), key=turn)
         named, latest = _launch_points(calls, reached), None
         for index in reached:
             call, launch_point = calls[index], named.get(index)
-            name, holder = _name(call), of[index]
+            name, holder = _name(call), holder_at[index]
             if isinstance(holder, FusedLinears):
                 name = holder.name.removeprefix(f"{call.block}.")
             outer = self._tile_of(call.module)

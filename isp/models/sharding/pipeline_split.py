@@ -211,10 +211,12 @@ def _cut(model: nn.Module, trace: ModelTrace, stage: Stage, received: Tensor) ->
         if part not in stage.parts:
             form = trace.outputs.get(part) if part in trace.blocks else None
             zeros = partial(_zeros, module.forward)
-            instead = zeros if form is None else partial(_given, form.around, received)
+            instead = zeros if form is None else partial(_returning_received, form.around, received)
             set_forward(module, instead)
         elif part == stage.blocks[-1] and not stage.is_last:
-            set_forward(module, partial(_ended, module.forward, trace.outputs[part].hidden_of))
+            set_forward(
+                module, partial(_ending_forward, module.forward, trace.outputs[part].hidden_of)
+            )
 
 
 def _zeros(forward: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
@@ -222,12 +224,12 @@ def _zeros(forward: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
     return torch.zeros_like(forward(*args, **kwargs))
 
 
-def _given(around: Callable[[Tensor], Any], hidden: Tensor, *_: Any, **__: Any) -> Any:
+def _returning_received(around: Callable[[Tensor], Any], hidden: Tensor, *_: Any, **__: Any) -> Any:
     """Return the `hidden` states that the stage has received, in the form of a block's output."""
     return around(hidden)
 
 
-def _ended(
+def _ending_forward(
     forward: Callable[..., Any], hidden_of: Callable[[Any], Tensor], *args: Any, **kwargs: Any
 ) -> Any:
     """Run the `forward` of a stage's last block, and end the model's forward by `ForwardEnd`."""

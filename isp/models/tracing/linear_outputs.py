@@ -49,13 +49,13 @@ class LinearOutputs(TorchFunctionMode):
         """The blocks that a forward cannot leave out by returning their first argument, because
         their output has another form."""
 
-    def called(self, name: str, output: Tensor) -> None:
+    def linear_returned(self, name: str, output: Tensor) -> None:
         """Record that the linear `name` has returned `output`."""
         self._outputs[memory_of(output)] = name, output
         self._linear, self._made, self._mixed = name, {id(output): output}, False
         self.used = False  # last, because `memory_of` above counts as an operation
 
-    def passed(self, block: str, given: tuple[Any, ...], output: Any) -> None:
+    def block_returned(self, block: str, given: tuple[Any, ...], output: Any) -> None:
         """Record whether a block's `output` has the form of its first argument in `given`."""
         tensors = given and isinstance(given[0], Tensor) and isinstance(output, Tensor)
         if not tensors or given[0].shape != output.shape:

@@ -73,7 +73,7 @@ class LengthCheck:
             other = self._first_other(length)
             if other is None:
                 return
-            reason = self._said(length, other)
+            reason = self._message(length, other)
             compared = min(length, _MOST_COMPARED)
             # If calls differ only in rows longer than the CPU runs, results cannot be compared.
             if compared < length and self._first_other(compared) is None:
@@ -102,7 +102,7 @@ class LengthCheck:
         step = length - PROBE_TOKENS
         return next((number for number, pair in pairs if not _follows(*pair, step)), None)
 
-    def _said(self, length: int, number: int) -> str:
+    def _message(self, length: int, number: int) -> str:
         """Return a message about the call with index `number`, with its place in the code."""
         assert self._short is not None
         calls = self._calls(length, number)  # once more, to find the place of the call

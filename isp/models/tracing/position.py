@@ -125,15 +125,15 @@ class ForwardPass:
         """By name of a module that was computed before its call: its tokens, its output, and a list
         to which the call is added; see `ComputedAhead`."""
         self._calls = calls
-        self.passed = 0
+        self.num_calls = 0
         """The number of calls so far, which is the index of the next one."""
 
     def arrive(self, kind: Kind, module: str) -> Call:
         """Count a call and return it as traced; raise RuntimeError if it is not the next one."""
-        if self.passed < len(self._calls):
-            expected = self._calls[self.passed]
+        if self.num_calls < len(self._calls):
+            expected = self._calls[self.num_calls]
             if expected.kind is kind and expected.module == module:
-                self.passed += 1
+                self.num_calls += 1
                 return expected
         raise self._error(f"{kind} of {module} was called")
 
@@ -146,22 +146,22 @@ class ForwardPass:
 
     def skip(self, module: str, calls: tuple[Call, ...]) -> None:
         """Count all `calls` inside of a module; raise RuntimeError if they are not the next."""
-        if self._calls[self.passed : self.passed + len(calls)] != calls:
+        if self._calls[self.num_calls : self.num_calls + len(calls)] != calls:
             raise self._error(f"{module} was called")
-        self.passed += len(calls)
+        self.num_calls += len(calls)
 
     def end(self) -> None:
         """Count all remaining calls as made, because the forward ended early on purpose."""
-        self.passed = len(self._calls)
+        self.num_calls = len(self._calls)
 
     def finish(self) -> None:
         """End the pass; raise RuntimeError if calls of the trace are missing."""
-        if self.passed < len(self._calls):
+        if self.num_calls < len(self._calls):
             raise self._error("the end was reached")
 
     def _error(self, found: str) -> RuntimeError:
         """Return the error for a call, or an end, that differs from the trace; `found`: which."""
-        rest = self._calls[self.passed :]
+        rest = self._calls[self.num_calls :]
         expected = f"{rest[0].kind} of {rest[0].module}" if rest else "nothing more"
         return RuntimeError(
             f"in {self.name}, {found} where {expected} came when the model was traced: isp"
@@ -235,7 +235,7 @@ class Position:
     def mix(self, kind: Kind, x: Tensor) -> tuple[ForwardPass, Call]:
         """Count a call that mixes the tokens x; return the current pass and the call as traced."""
         now = self.current(kind)
-        key = mixing_key(now.name, now.passed)
+        key = mixing_key(now.name, now.num_calls)
         call = now.arrive(kind, now.name)  # calls that mix tokens have the name of their block
         if now.planned:
             self._communicator.pass_by(key)  # may launch gathers of the next block

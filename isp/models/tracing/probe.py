@@ -599,7 +599,7 @@ class _Probe(NamedTuple):
                 event.tokens.extend(x for x in per_token if x is not None)
                 return tensors
 
-            def passed(x: Any) -> Any:
+            def hooked(x: Any) -> Any:
                 # Hook into a view: the gradient of the tensor itself is the sum over all readers.
                 if not (isinstance(x, Tensor) and x.requires_grad and _is_of_tokens(x, size)):
                     return x
@@ -613,7 +613,7 @@ class _Probe(NamedTuple):
                 own.register_hook(keep)
                 return own
 
-            return tree_map(passed, tensors)
+            return tree_map(hooked, tensors)
 
         def begins(name: str, _: nn.Module, args: Any, kwargs: Any) -> Any:
             return note(name, True, (args, kwargs))

@@ -237,10 +237,10 @@ class CallRecorder:
         if alone and (given := TokenOutput.of(output, (1, TOKENS))) is not None:
             self.by_token.setdefault(name, []).append(given)
         if is_linear(module):
-            self.linear_outputs.called(name, output)
+            self.linear_outputs.linear_returned(name, output)
         if block is not None:
             self._block = None
-            self.linear_outputs.passed(block, args, output)
+            self.linear_outputs.block_returned(block, args, output)
             if (form := BlockOutput.of(output, (1, TOKENS))) is not None:
                 self.outputs[block] = form
 
