@@ -71,6 +71,7 @@ class BuiltModel:
 
     def _as_saved(self, name: str, shape: tuple[int, ...]) -> ShardedParameter:
         """Return a buffer as a parameter for checkpoints, which shares its memory."""
+        # All stage modules of a rank share one model, with all buffers.
         memory = nn.Parameter(self.chunks[0].model.get_buffer(name), requires_grad=False)
         layout = ParameterLayout(global_shape=shape, reduce_over=Axis.STAGE)
         return ShardedParameter(name, memory, layout)
@@ -166,6 +167,7 @@ def _communicator(weight: WeightConfig, mesh: Mesh, device: torch.device) -> ISP
     With `weight.reduces_apart`, reductions get process groups of their own, so that gathers do
     not queue behind them.
     """
+    # True: an all-to-all, and sums on this rank; None: the channel chooses.
     sum_locally = {"auto": None, "all_to_all": True, "reduce_scatter": False}[weight.reduce_by]
     reduces = {axis: mesh[axis] for axis in (Axis.WEIGHT, Axis.EXPERT_WEIGHT)}
     if weight.reduces_apart:

@@ -216,12 +216,13 @@ def _compare(case: _Case) -> None:
             if missing := [name for name in case.names if name not in unknown_code(small)]:
                 raise ValueError(f"a small copy of the model has no {missing[0]}")
             if differs := _difference(small):
-                raise _DiffersError(f"a small copy of the model has other {differs} with isp's")
+                said = f"a small copy of the model has other {differs} with isp's code"
+                raise _DiffersError(said)
     finally:
         logging.disable(level)
     if is_first_rank():
         logger.info(
-            "%s, but a small copy of the model gives the same logits and gradients with isp's"
+            "%s, but a small copy of the model gives the same logits and gradients with isp's code"
             " (%.1f s)",
             case.about,
             time.monotonic() - began,

@@ -242,7 +242,10 @@ def meta_model(
     except Exception as error:  # transformers may raise anything for a file
         first = next(iter(str(error).strip().splitlines()), "")
         if "custom code" in first:
-            first += " isp runs no code that a folder brings: give isp.parallelize the model"
+            first += (
+                " isp runs no code that a folder brings: make the model in your own code and call"
+                " isp.parallelize"
+            )
         raise ValueError(
             f"transformers {transformers.__version__} cannot build a causal language model from"
             f" it: {type(error).__name__}: {first}"

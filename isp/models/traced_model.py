@@ -141,8 +141,8 @@ class TracedModel:
             probed or self.trace.reads_positions or not isinstance(self.interface, HuggingFace)
         ):
             raise ValueError(
-                f"{type(model).__name__} ignores position_ids: positions within each rank's part"
-                f" and within packed documents would be wrong"
+                f"{type(model).__name__} ignores position_ids, so positions within each rank's part"
+                f" and within packed documents would be wrong: let its forward use position_ids"
             )
         if not all(sizes.causal for sizes in self.trace.attentions):
             logger.warning(

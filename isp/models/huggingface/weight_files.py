@@ -119,6 +119,7 @@ class WeightFiles:
         """Read this rank's part of a tensor into CPU memory; without `layout`, the whole tensor."""
         if layout is None:
             return self.read_block(name, ())
+        # A shard may consist of several intervals of its dim.
         before = (slice(None),) * layout.dim
         parts = [self.read_block(name, (*before, slice(a, b))) for a, b in layout.intervals()]
         return parts[0] if len(parts) == 1 else torch.cat(parts, layout.dim)
@@ -183,6 +184,7 @@ class WeightWriter:
         self._waiting: dict[str, Tensor] = {}
         self._waiting_bytes = 0
         self._written: list[list[str]] = []
+        """The names of the tensors in each file written so far."""
         self._total = 0
         self._clear()
 

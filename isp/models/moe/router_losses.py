@@ -86,7 +86,7 @@ class _Routing:
         seen = self.tokens(len(logits)).unsqueeze(-1)
         probabilities = logits.softmax(-1)
         chosen = probabilities.topk(top_k, dim=-1).indices
-        counts = torch.zeros_like(probabilities).scatter_(-1, chosen, 1)
+        counts = torch.zeros_like(probabilities).scatter_(-1, chosen, 1)  # one-hot of k experts
         self.counts = counts.mul_(seen).sum(0) + self.counts
         self.probabilities = probabilities.mul_(seen).sum(0) + self.probabilities
         self.z = self.z + (logits.logsumexp(-1) ** 2 * seen[:, 0]).sum()

@@ -233,8 +233,8 @@ class _BackwardReads:
             if not self._whole:
                 raise RuntimeError(
                     f"backward reached the code of {self.experts.name} other than through its"
-                    f" result, while its weights are not gathered: return all that needs a"
-                    f" gradient as the result, not in an attribute for example"
+                    f" result, so its weights are not gathered: return everything that needs a"
+                    f" gradient as the result, instead of storing it in an attribute for example"
                 )
             whole = self._whole[saved.stack]
             start = int(whole.storage_offset())

@@ -1,7 +1,7 @@
 """The tensor-parallel plan of a traced model: the linears that mtp, msp and fsp cut by features.
 
 transformers says which linears are cut by their outputs ("colwise") and which by their inputs
-("rowwise"). The trace shows which calls lie in between, where a rank has its share of the features.
+("rowwise"). The trace shows which calls are in between, where a rank has its share of the features.
 
 B batch, S' tokens of this rank, I in features
 """

@@ -106,7 +106,7 @@ class LinearOutputs(TorchFunctionMode):
         """Record the part of a linear's `output` that x is; x is a view of its view `parent`."""
         width = output.shape[-1]
         as_it_is = parent.dim() <= output.dim() and parent.shape[-1] == width
-        # The dims of x that lie within the features of a token have strides below O, their number.
+        # The dims of x within the features of a token are those with strides below O.
         dims = sorted((s, n) for s, n in zip(x.stride(), x.shape, strict=True) if s < width)
         whole = parent.numel() == output.numel()
         # Ignore a part of a part, and a view that only reshapes.

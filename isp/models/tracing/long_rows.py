@@ -114,7 +114,7 @@ class LengthCheck:
         line = "" if calls.line is None else f" ({_at(calls.line)})"
         where = f"{place} ({kind})" if place else kind
         what = _what(short, long, length - PROBE_TOKENS)
-        return f"{where} computes otherwise in a row of {length:,} tokens: {what}{line}"
+        return f"{where} computes something else in a row of {length:,} tokens: {what}{line}"
 
 
 class _Noted(NamedTuple):

@@ -203,6 +203,7 @@ class Position:
         For recorders, since such a call has no module to hook into. `key`: from `mixing_key`. The
         recompute of a whole block calls the hook, too; a recompute between linears does not.
         """
+        # As torch registers hooks of a module: the handle removes the hook from this dict.
         hooks = self._mixing_hooks.setdefault(key, OrderedDict())
         handle = RemovableHandle(hooks)
         hooks[handle.id] = hook
@@ -272,7 +273,7 @@ class Position:
         def wrap(inner: ModuleForward) -> ModuleForward:
             def forward(*args: Any, **kwargs: Any) -> Any:
                 now = self.now
-                if now is None:
+                if now is None:  # such as by gradient checkpointing of the model's own, in backward
                     raise self._outside(module)
                 now.arrive(kind, module)  # first, because a call counts even if it is replaced
                 if not reads_shard:

@@ -147,6 +147,7 @@ class CallRecorder:
     @contextmanager
     def listening(self, reads: Reads) -> Iterator[None]:
         """Record the calls of forwards in this context, and let `reads` record parameter reads."""
+        # Which of these entries are blocks is known at the end only, see `calls_in_blocks`.
         blocks = {entry: name for name, entry in list_entries(self._model)}
         self._open = reads.open
         with ExitStack() as stack:
@@ -208,7 +209,7 @@ class CallRecorder:
             weighs = route is not None and weights_among(tree_leaves((given, more)), given[1])
             width = 0 if route is None else given[0].shape[1]
             call = Call(Kind.EXPERTS, name, self._block, route=route, width=width)
-            self._calls.append(call._replace(weighs=bool(weighs)))
+            self._calls.append(call._replace(weighs=bool(weighs)))  # an index after 1, or None
             if route is not None:
                 self._routed = len(self._calls) - 1, given[0], version_of(given[0])
 

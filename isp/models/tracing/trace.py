@@ -223,7 +223,7 @@ def trace_model(
     try:
         with recorder.listening(reads), mix_by(recorder), torch.no_grad():
             logits = forward(model, ids, positions)
-    except ValueError:
+    except ValueError:  # raised by isp's own code, which names the place
         raise
     except Exception as error:  # the model's own code may raise anything
         inside = reads.open[-1] if reads.open else None
@@ -341,6 +341,7 @@ def _with_ahead(calls: tuple[Call, ...]) -> Iterator[Call]:
     for number, call in enumerate(calls, 1):
         if call.ahead is not None:
             inside = [c for c in calls if c.module.startswith(f"{call.ahead.module}.")]
+            # `number` counts from 1, so it is the index of the next call.
             follow = calls[number : number + len(inside)] == tuple(inside)
             linears = all(c.kind is Kind.LINEAR and c.block == call.block for c in inside)
             once = all(times[c.module] == 1 for c in (call, *inside))
@@ -385,11 +386,13 @@ def _check_blocks(model: nn.Module, calls: Iterable[Call], entered: Counter[str]
                 f"{type(model).__name__} calls {call.kind} outside of an nn.ModuleList: put its"
                 f" blocks into one"
             )
+        # Attention pads values with zeros to the size of keys, but not keys to that of values.
         if call.sizes is not None and call.sizes.value_size > call.sizes.head_size:
             raise ValueError(
                 f"{call.block} uses attention with values of {call.sizes.value_size} features and"
                 f" keys of {call.sizes.head_size}: values larger than keys are not supported"
             )
+    # Also entries that mix no tokens themselves are blocks, if another entry of their list does.
     lists = {list_of(call.block) for call in mixing if call.block}
     for name, entry in list_entries(model):
         if list_of(name) in lists and entered[name] > 1:

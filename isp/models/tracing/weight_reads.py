@@ -64,6 +64,7 @@ class Reads(TorchFunctionMode):
         if not makes_tensor and name not in _SIZES:
             return out
         for leaf in tensors_in(args, kwargs):
+            # The tensor itself: whatever the model computes from it begins with such an operation.
             if leaf is self._positions:
                 self.reads_positions |= makes_tensor
             known = self._names.get(id(leaf))
@@ -80,6 +81,7 @@ class Reads(TorchFunctionMode):
             return False
         if isinstance(inside, nn.Embedding):
             return looked_up(inside, func, args, kwargs) is not None
+        # addmm is the product of a Conv1D. Any other module may read its own parameters.
         return not is_linear(inside) or func in (F.linear, torch.addmm)
 
 

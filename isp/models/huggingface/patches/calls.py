@@ -202,7 +202,8 @@ class _Wrapped:
         for given in _STATES:
             if kwargs.pop(given, None) not in (None, False):
                 raise ValueError(
-                    f"{self._name} is called with {given}, which isp sets itself from the documents"
+                    f"{self._name} is called with {given}, which isp sets itself from the"
+                    f" documents: leave it out"
                 )
         return self._ours(*args, **kwargs)
 

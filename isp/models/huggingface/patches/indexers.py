@@ -106,6 +106,7 @@ class _Indexer:
         # The indexer counts blocks by positions, but the stand-in cache has one key: one block.
         if self._run_size > 1:
             positions = torch.zeros_like(positions)
+        # A mask for the single key: every token may see it.
         seen = torch.ones(1, 1, 1, dtype=torch.bool, device=arguments["hidden_states"].device)
         self._run(self._keep, cache, seen, arguments | {"position_ids": positions})
         if cache.keys is None:
