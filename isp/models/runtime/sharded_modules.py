@@ -306,7 +306,7 @@ def _own_part(
     whole: ShardedParameter | None,
     dtype: torch.dtype,
 ) -> Tensor:
-    """Return this rank's shard of `parameter` with its values, as a new tensor.
+    """Return a tensor for this rank's shard of `parameter`, with its values if it has any.
 
     `whole`: the fused parameter in whose memory the shard is; None: the shard gets new memory.
     """

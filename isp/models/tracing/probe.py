@@ -268,7 +268,7 @@ def _random(x: Tensor, random: torch.Generator) -> Tensor:
 def _made_up(x: Tensor, random: torch.Generator) -> Tensor:
     """Return values for a buffer on meta: random numbers, or 0, 1, 2, .. for a buffer of integers.
 
-    Most buffers of integers contain positions.
+    These integers fit a buffer of positions.
     """
     if x.is_floating_point():
         return _random(x, random).contiguous()

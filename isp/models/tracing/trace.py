@@ -406,7 +406,7 @@ _HOW = (
     "a layer must call transformers' attention interface, isp.attention, isp.causal_conv1d,"
     " isp.gated_delta_rule or isp.state_space_scan"
 )
-"""The end of an error for a model without such a call."""
+"""The advice in the error for a model in which no call mixes tokens."""
 
 
 # -- why a model could not be traced ---------------------------------------------------------
