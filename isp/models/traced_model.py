@@ -267,7 +267,7 @@ class TracedModel:
 
     @property
     def attention_windows(self) -> Windows:
-        """Each attention window with its number of layers; empty for a model without attention.
+        """Each attention window with its number of blocks; empty for a model without attention.
 
         For packed sequences they decide which rank gets which tokens.
         """

@@ -42,7 +42,7 @@ class RouterCoefficients(NamedTuple):
     aux: float = 0.0
     """The coefficient of the load-balancing loss, num_experts * sum(f * p)."""
     z: float = 0.0
-    """The coefficient of the z-loss: the mean over layers and tokens of logsumexp(logits)^2."""
+    """The coefficient of the z-loss: the mean over blocks and tokens of logsumexp(logits)^2."""
     bias_rate: float = 0.0
     """The change per step of the biases by which routers choose experts; see `ExpertLoad`."""
 

@@ -226,7 +226,7 @@ class Sent(NamedTuple):
 
 
 class ExpertExchange:
-    """Exchanges tokens between ranks that each have some of the experts of a layer.
+    """Exchanges tokens between ranks that each have some of the experts of a block.
 
     Source: GShard (arXiv 2006.16668), without a capacity limit: no token is dropped.
     """

@@ -149,18 +149,18 @@ class ExpertLoad:
         self.counts.zero_()
 
     def tokens(self) -> Tensor:
-        """Return this rank's counts [L, E], which are 0 for layers of other pipeline stages.
+        """Return this rank's counts [L, E], which are 0 for blocks of other pipeline stages.
 
         If several ranks count the same tokens, the sum over ranks counts each token several times,
-        but as often for each expert of a layer, so loads relative to the mean are right.
+        but as often for each expert of a block, so loads relative to the mean are right.
         """
         return self.counts[:, :-1].contiguous()
 
     def figures(self, counts: Tensor) -> Tensor:
-        """Return [2] in float64: the largest load, and the number of unused experts, of all layers.
+        """Return [2] in float64: the largest load, and the number of unused experts, of all blocks.
 
         counts [L, E] are summed over ranks. The load of an expert is its number of tokens divided
-        by the mean of its layer.
+        by the mean of its block.
         """
         mean = (counts.sum(1, keepdim=True) / self._sizes).clamp(min=1e-9)  # not 0
         unused = ((counts == 0) & self._exists).sum()

@@ -63,12 +63,12 @@ class _Routing:
         zero = mask.new_zeros((), dtype=torch.float64)
         self.counts = self.probabilities = zero
         """How often each expert is chosen, and the sum of its probabilities, over tokens and
-        layers: [E] after the first router. `RouterLosses.end` divides `counts` by the number of
+        blocks: [E] after the first router. `RouterLosses.end` divides `counts` by the number of
         tokens."""
         self.z = zero
-        """The sum of the tokens' z-losses over all layers."""
+        """The sum of the tokens' z-losses over all blocks."""
         self.num_rows = zero
-        """The number of tokens that count, summed over all layers."""
+        """The number of tokens that count, summed over all blocks."""
         self.whole = False
         """True if routers are called with all tokens of the sequence, False if with this rank's."""
         self.is_over = False
@@ -122,7 +122,7 @@ class RouterLosses:
 
     Call `begin` before a forward with losses, and `end` after it; call `leave_out` before a forward
     without. Sources: Switch Transformer (arXiv 2101.03961), equations 4 to 6; ST-MoE for the
-    z-loss. As in `load_balancing_loss_func` of transformers, all layers count together.
+    z-loss. As in `load_balancing_loss_func` of transformers, all blocks count together.
     """
 
     def __init__(

@@ -78,7 +78,8 @@ def groups_of(model: nn.Module, trace: ModelTrace) -> tuple[tuple[str, ...], ...
         if not cut or calls[call.module] > 1 or any(uses[p] > 1 for p in own.values()):
             return number
         form = tuple((local, p.dtype, p.requires_grad) for local, p in own.items())
-        # `given` numbers the input tensor: another number if it was written into in between.
+        # `given` numbers the input tensor: another number if it was written into in between. Unused
+        # linears (of indexers) get no gradient, so they are fused only with each other.
         return call.block, call.given, form, names.isdisjoint(trace.unused)
 
     runs = (list(run) for _, run in groupby(enumerate(trace.calls), key=kind))

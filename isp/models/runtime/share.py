@@ -59,7 +59,7 @@ def run_with_a_share(
         device=torch.device("meta"),
         dtype=torch.float32,
     )
-    attentions = (call for call in trace.calls if call.sizes is not None)
+    attentions = (call for call in trace.calls if call.sizes is not None)  # in the order of calls
 
     def attend(
         q: Tensor, k: Tensor, v: Tensor, *, mask: AttentionMask, sinks: Tensor | None = None

@@ -53,6 +53,7 @@ def stages_of(model: nn.Module, trace: ModelTrace, num_stages: int) -> tuple[Sta
     The cost is the number of weight elements that a token is multiplied by. Raises ValueError that
     says why if the model cannot be cut into this many stages.
     """
+    # A block without linears costs 1, so that it counts; the head counts in the last stage.
     costs = [float(max(trace.multiplied_in.get(block, 0), 1)) for block in trace.blocks]
     cuts = split_layers(costs, num_stages, after=float(trace.multiplied_in.get(None, 0)))
     spans, last = [trace.blocks[a:b] for a, b in cuts], num_stages - 1

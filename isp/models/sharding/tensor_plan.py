@@ -187,6 +187,8 @@ def tensor_plan(model: nn.Module, trace: ModelTrace, styles: Mapping[str, str]) 
         inside = next((r for r in regions if name.startswith(f"{r.module}.")), None)
         if inside is None or not is_linear(module) or name not in trace.called:
             continue
+        # Uncut, it would be called with a share of its input features, or give whole outputs where
+        # a share is expected.
         if name not in cuts or cuts[name].alone:
             raise ValueError(f"the plan does not shard {name}, which is inside {inside.module}")
     vectors = frozenset(_own_vectors(regions, trace, styles))
@@ -206,6 +208,7 @@ def _own_vectors(
         region = next((r for r in regions if f"{owner}.".startswith(f"{r.module}.")), None)
         if role is not ParameterRole.VECTOR or region is None:
             continue
+        # The vector of a called module, such as a norm of q: `check_shares` compares its output.
         if owner in trace.called and owner != region.module:
             continue
         if region.whole or styles.get(_pattern(name)) != "colwise":

@@ -149,7 +149,7 @@ class CallRecorder:
         """Record the calls of forwards in this context, and let `reads` record parameter reads."""
         # Which of these entries are blocks is known at the end only, see `calls_in_blocks`.
         blocks = {entry: name for name, entry in list_entries(self._model)}
-        self._open = reads.open
+        self._open = reads.open  # one list for both: `Reads` needs the running module, too
         with ExitStack() as stack:
             for name, module in self._model.named_modules():
                 begins = partial(self._begins, name, blocks.get(module))

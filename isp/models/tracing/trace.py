@@ -226,6 +226,7 @@ def trace_model(
     except ValueError:  # raised by isp's own code, which names the place
         raise
     except Exception as error:  # the model's own code may raise anything
+        # Modules whose forward did not return are still in the list.
         inside = reads.open[-1] if reads.open else None
         raise ValueError(_untraced(model, inside, error)) from error
     _check_logits(model, logits)
