@@ -22,16 +22,18 @@ __all__ = ["how_computed", "language_model"]
 
 
 def language_model(model: ModelConfig, dtype: str, *, trains: bool = True) -> TracedModel:
-    """Return the traced model of the section or of its folder, which will compute in `dtype`.
+    """Return the traced model of a `model` section: the decoder, or the model in its folder.
 
-    With `trains=False` a folder's model may have dropout, which is then off. Raises ValueError if
-    that model cannot be made or is not supported, or if packages to read it are missing.
+    It will compute in `dtype`. `trains`: False allows a folder's model to have dropout, which is
+    then off. Raises ValueError if the model cannot be made or is not supported, or if packages to
+    read it are missing.
     """
     if model.hf is None:
-        # With defaults for the keys that do not change the model, so that `_decoder` caches it.
+        # Reset the keys that do not change the model, so that the cache of `_decoder` has one entry
+        # for all their values. `compile` stays, because the decoder's modules read it.
         plain = defaults_of(ModelConfig, KeyRole.METHOD, KeyRole.PLACE)
         own = replace(model, **{**plain, "compile": model.compile})
-        return _decoder(own).computed(**how_computed(model))
+        return _decoder(own).with_options(**how_computed(model))
     require(f"model.hf={model.hf}", "transformers", "safetensors")
     if model.adapter is not None:
         require("model.adapter", "peft", extra="peft")
@@ -46,7 +48,7 @@ def language_model(model: ModelConfig, dtype: str, *, trains: bool = True) -> Tr
 
 
 def how_computed(model: ComputeConfig) -> dict[str, Any]:
-    """Return the keys that decide how the model is computed, as arguments for `TracedModel`."""
+    """Return the keys that decide how the model is computed, as arguments of `TracedModel`."""
     return {
         "recomputation": model.recomputation,
         "attention_backend": model.attention_backend,
@@ -63,7 +65,7 @@ def how_computed(model: ComputeConfig) -> dict[str, Any]:
 
 @lru_cache(maxsize=16)
 def _decoder(model: ModelConfig) -> TracedModel:
-    """Return the traced decoder of these sizes; cached for all ways of computing it."""
+    """Return the traced decoder of a section, cached; `language_model` sets how it computes."""
     with torch.device("meta"):
         decoder = Decoder(model)
     names = earlier_names(model)

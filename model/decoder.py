@@ -25,7 +25,7 @@ from model.config import ModelConfig
 __all__ = ["Decoder"]
 
 Rotary = tuple[Tensor, Tensor]
-"""Pair of cos and sin for the positions of all tokens, each [B, S, d/2]."""
+"""The cos and sin of the rotary angles of all tokens, [B, S, d/2] each."""
 
 
 class Attention(nn.Module):
@@ -45,7 +45,7 @@ class Attention(nn.Module):
             self.k_norm = nn.RMSNorm(d, eps=config.norm_eps)
 
     def forward(self, x: Tensor, rotary: Rotary) -> Tensor:
-        """Return the attention of x: [B, S, D] -> [B, S, D]."""
+        """Return the output of attention, x [B, S, D] -> [B, S, D]; `rotary`: cos and sin."""
         q, k, v = self.q_proj(x), self.k_proj(x), self.v_proj(x)
         q, k, v = (y.unflatten(-1, (-1, self.head_size)) for y in (q, k, v))  # [B, S, H or K, d]
         if self.q_norm is not None and self.k_norm is not None:
@@ -68,14 +68,14 @@ class MLP(nn.Module):
         self.down_proj = nn.Linear(inner, hidden, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the MLP of x: [B, S, D] -> [B, S, D]."""
+        """Return the output of the MLP, x [B, S, D] -> [B, S, D]."""
         gate, up = self.gate_proj(x), self.up_proj(x)
         y: Tensor = self.down_proj(swiglu(gate, up, compiled=compiles(self.compiled, x.device)))
         return y
 
 
 class Router(nn.Module):
-    """Choice of the k experts with the largest probabilities in a softmax over all experts."""
+    """Router that chooses for each token the k experts with the largest softmax probabilities."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -96,40 +96,43 @@ class Router(nn.Module):
 class Experts(nn.Module):
     """SwiGLU experts with stacked weights, with the signature of transformers' experts."""
 
-    # transformers' declaration of the layout: gate and up are halves of one weight [E, O, I].
+    # These attributes declare the layout as transformers does: gate and up are the two halves of
+    # one weight [E, 2 F, D].
     has_gate, is_concatenated, is_transposed = True, True, False
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         count, hidden, inner = config.num_experts, config.hidden_size, config.expert_size
         self.compiled = config.compile
-        self.gate_up_proj = nn.Parameter(torch.empty(count, 2 * inner, hidden))
-        self.down_proj = nn.Parameter(torch.empty(count, hidden, inner))
+        self.gate_up_proj = nn.Parameter(torch.empty(count, 2 * inner, hidden))  # [E, 2 F, D]
+        self.down_proj = nn.Parameter(torch.empty(count, hidden, inner))  # [E, D, F]
 
     def forward(self, x: Tensor, numbers: Tensor, weights: Tensor) -> Tensor:
         """Return the weighted sum of each token's experts: x [N, D] -> [N, D].
 
         numbers [N, k]: the experts of each token; weights [N, k]: their weights.
         """
-        # Sort the N k pairs of token and expert by expert, so that each expert has a run of rows.
+        # Sort the N k pairs of token and expert by expert, so that each expert has adjacent rows.
         found, order = numbers.flatten().sort(stable=True)  # [N k]
         every = torch.arange(len(self.gate_up_proj), device=x.device)
-        ends = torch.searchsorted(found, every, right=True, out_int32=True)
+        ends = torch.searchsorted(found, every, right=True, out_int32=True)  # [E]
+        # Pair i belongs to token i // k.
         inside = _grouped(x[order // numbers.shape[1]], self.gate_up_proj, ends)  # [N k, 2 F]
         inside = swiglu(*inside.chunk(2, -1), compiled=compiles(self.compiled, x.device))
+        # `order.argsort()` undoes the sort.
         y = _grouped(inside, self.down_proj, ends)[order.argsort()]  # [N k, D]
         out: Tensor = (y.unflatten(0, numbers.shape) * weights.unsqueeze(-1)).sum(1)
         return out
 
 
 def _grouped(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
-    """Multiply groups of rows by their own weights: x [R, I], weight [E, O, I] -> [R, O].
+    """Multiply each group of rows by its own weight: x [R, I], weight [E, O, I] -> [R, O].
 
-    Group e ends before row `ends[e]`, ends [E].
+    Group e is the rows from `ends[e - 1]` up to, not including, `ends[e]`; ends [E].
     """
+    # torch's kernels need rows of a multiple of 16 bytes, and do not take float64. On meta only
+    # `grouped_mm` works: the code below would read values of `ends`.
     fits = all(size * x.itemsize % 16 == 0 for size in weight.shape[1:])
-    # torch's kernels take rows of multiples of 16 bytes, and no float64. On meta there is no value
-    # of `ends` to read.
     if x.is_meta or (fits and x.dtype != torch.float64):
         return F.grouped_mm(x, weight.mT, offs=ends)
     parts = x.tensor_split(ends[:-1].long().cpu())
@@ -137,7 +140,7 @@ def _grouped(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
 
 
 class MixtureOfExperts(nn.Module):
-    """Routed experts, and optionally a shared expert with a sigmoid gate as in Qwen2-MoE."""
+    """MLP of routed experts, and optionally a shared expert with a sigmoid gate as in Qwen2-MoE."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -153,7 +156,8 @@ class MixtureOfExperts(nn.Module):
         _, weights, numbers = self.gate(tokens)
         y: Tensor = self.experts(tokens, numbers, weights).view_as(x)
         if self.shared_expert is not None and self.shared_expert_gate is not None:
-            # After the experts, so that isp computes it while tokens are sent to them.
+            # Call it after the experts: only then isp can compute it while their tokens are in
+            # flight.
             y = y + self.shared_expert(x) * self.shared_expert_gate(x).sigmoid()
         return y
 
@@ -180,7 +184,7 @@ class Block(nn.Module):
 
 
 class Trunk(nn.Module):
-    """Embedding, blocks and final norm: `model` in transformers."""
+    """The decoder without its head: embedding, blocks and final norm (`model` in transformers)."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -203,7 +207,7 @@ class Trunk(nn.Module):
 
 @dataclass(frozen=True)
 class _Recorder:
-    """A declaration, in transformers' form, that a router's first output is its logits."""
+    """A declaration in transformers' form that output 0 of a `Router` is its logits."""
 
     target_class: type[nn.Module] = Router
     index: int = 0
@@ -211,8 +215,9 @@ class _Recorder:
 
 
 class Decoder(nn.Module):
-    """The language model: tokens to logits, by the `model` section of a configuration."""
+    """The language model of a `model` section: token ids to logits."""
 
+    # isp finds the routers by this attribute, as in models of transformers.
     _can_record_outputs = {"router_logits": _Recorder()}  # noqa: RUF012
 
     def __init__(self, config: ModelConfig) -> None:
@@ -233,7 +238,7 @@ class Decoder(nn.Module):
 
     @property
     def tp_plan(self) -> dict[str, str]:
-        """Return the tensor-parallel plan in transformers' form, for modes that split features."""
+        """The tensor-parallel plan in transformers' form, for modes that split features."""
         mlps = "mlp", "mlp.shared_expert"
         columns = [f"self_attn.{x}_proj" for x in "qkv"]
         columns += [f"{mlp}.{x}_proj" for mlp in mlps for x in ("gate", "up")]
@@ -242,7 +247,7 @@ class Decoder(nn.Module):
         return {f"model.layers.*.{name}": style for name, style in styles.items()}
 
     def _init_weights(self, module: nn.Module) -> None:
-        """Initialize the parameters of a module, after those of its submodules."""
+        """Initialize the parameters of one module; call it for the submodules before."""
         match module:
             case nn.Linear() | nn.Embedding():
                 nn.init.normal_(module.weight, std=self.init_std)

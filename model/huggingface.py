@@ -1,4 +1,6 @@
-"""`config_json`, which describes a decoder for transformers in an export; loads no torch.
+"""`config_json`: make the config.json with which transformers reads an exported decoder.
+
+Loads no torch.
 
 Source: `configuration_*.py` of llama, mistral, mixtral, qwen2, qwen2_moe, qwen3 and qwen3_moe and
 `modeling_rope_utils.py` in transformers.
@@ -14,6 +16,7 @@ from model.config import ModelConfig
 __all__ = ["CONFIG_FILE", "MIXTRAL", "config_json"]
 
 CONFIG_FILE = "config.json"
+# Model types of transformers.
 _LLAMA, _MISTRAL, _QWEN2, _QWEN3 = "llama", "mistral", "qwen2", "qwen3"
 MIXTRAL, _QWEN2_MOE, _QWEN3_MOE = "mixtral", "qwen2_moe", "qwen3_moe"
 _ARCHITECTURES = {
@@ -37,7 +40,8 @@ _SCALING_KEYS = {
     ),
     RopeScalingType.LLAMA3: ("low_freq_factor", "high_freq_factor"),
 }
-"""Fields of a scaling besides `factor` and the original context; transformers uses these names."""
+"""By type of rotary scaling, its fields other than `factor` and the original context. They have the
+same names in transformers."""
 
 
 def config_json(model: ModelConfig, *, dtype: str, context: int) -> dict[str, Any]:
@@ -90,7 +94,7 @@ def _family(model: ModelConfig) -> str:
 
 
 def _family_of_experts(model: ModelConfig) -> str:
-    """Return the model type with the same experts.  Raises ValueError if there is none."""
+    """Return the model type of transformers with the same experts; raise ValueError if none has."""
     shared = model.shared_expert_intermediate_size > 0
     if shared is not model.qk_norm:
         return _QWEN2_MOE if shared else _QWEN3_MOE
@@ -127,7 +131,7 @@ def _experts_json(model: ModelConfig, family: str) -> dict[str, Any]:
 
 
 def _window_json(model: ModelConfig, family: str) -> dict[str, Any]:
-    """Return the keys of config.json for the sliding window, in the form of the family."""
+    """Return the keys of config.json for the sliding window, as the model type expects them."""
     window = model.sliding_window
     if family == _LLAMA:
         return {}
@@ -138,18 +142,21 @@ def _window_json(model: ModelConfig, family: str) -> dict[str, Any]:
         kinds = ["sliding_attention"] * model.num_layers
         return {"use_sliding_window": True, "sliding_window": window, "layer_types": kinds}
     used = window is not None
-    layers = 0 if used else model.num_layers  # layers from max_window_layers on have the window
+    layers = 0 if used else model.num_layers  # layers with this index or more have the window
     return {"use_sliding_window": used, "sliding_window": window, "max_window_layers": layers}
 
 
 def _rope_json(model: ModelConfig) -> dict[str, Any]:
-    """Return the keys for rotary positions in the form of transformers 4, which 5 reads, too."""
+    """Return the keys of config.json for rotary positions.
+
+    They have the form of transformers 4, which version 5 also reads.
+    """
     scaling, theta = model.rope_scaling, model.rope_theta
     if scaling is None or scaling.type is RopeScalingType.NONE:
         return {"rope_theta": theta, "rope_scaling": None}
     if scaling.type is RopeScalingType.NTK:
-        # transformers' `dynamic` depends on the row's length. At a fixed length NTK scaling is just
-        # another base.
+        # Not as transformers' `dynamic`, which depends on the row's length: isp's NTK scaling does
+        # not, so it is the same as another base.
         return {"rope_theta": theta * scaling.base_factor(model.head_size), "rope_scaling": None}
     values: dict[str, Any] = {"rope_type": str(scaling.type), "factor": scaling.factor}
     if scaling.type is not RopeScalingType.LINEAR:
@@ -161,7 +168,7 @@ def _rope_json(model: ModelConfig) -> dict[str, Any]:
 
 
 def _reach(scaling: RopeScaling | None) -> int:
-    """Return the context that a scaling reaches, in tokens; 0 without scaling."""
+    """Return the context in tokens to which a scaling extends positions; 0 without scaling."""
     if scaling is None:
         return 0
     return int(scaling.factor * scaling.original_max_position_embeddings)

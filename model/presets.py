@@ -1,4 +1,4 @@
-"""`PRESETS`, values of the `model` section for known models.
+"""`PRESETS`: values of the `model` section for known models.
 
 Sources: the models' published configurations.
 """
@@ -37,6 +37,7 @@ _QWEN_3 = {
     "qk_norm": True,
 }
 
+# By name of a preset, keys of the `model` section.
 PRESETS: dict[str, dict[str, Any]] = {
     "tiny": {
         "vocab_size": 272,
@@ -130,7 +131,7 @@ PRESETS: dict[str, dict[str, Any]] = {
 
 
 def with_preset(section: dict[str, Any]) -> dict[str, Any]:
-    """Return a `model` section with the values of its preset for keys that it does not have.
+    """Return a `model` section, completed by the values of its preset for keys it does not have.
 
     Raises ValueError for an unknown preset.
     """

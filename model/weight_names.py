@@ -1,12 +1,8 @@
-"""The decoder's weights under the names of earlier checkpoints and of exported files.
+"""Map the decoder's weights to their names in earlier checkpoints and in exported files.
 
-The decoder itself uses transformers' names. Checkpoints of earlier versions have other names, with
-q, k and v as one parameter, and gate and up as another. Initial weights are still drawn for those
-fused parameters, so that a seed gives the same model as before.
-
-[Note: Experts one by one] In exported files each expert has matrices of its own: gate, up and down.
-The decoder has one parameter [E, .., ..] for gates and ups, and one for downs; their rows are
-counted with the first two dims flattened.
+The decoder's own names are those of transformers. Checkpoints of earlier versions have other names,
+with q, k and v as one parameter, and gate and up as another. Initial weights are still drawn as
+rows of those fused parameters, so that a seed gives the same model as before.
 
 Source: `modeling_*.py` of llama, mistral, qwen2 and qwen3 and `conversion_mapping.py` in
 transformers.
@@ -24,6 +20,7 @@ from model.huggingface import MIXTRAL
 
 __all__ = ["ParameterRows", "earlier_names", "exported_rows"]
 
+# By earlier name, the names of the parameters that its rows consist of now.
 _EARLIER_ENDS = {
     "embedding.weight": "model.embed_tokens.weight",
     "norm.weight": "model.norm.weight",
@@ -41,10 +38,11 @@ _EARLIER_BLOCK: dict[str, tuple[str, ...]] = {
     "feed_forward.w2.weight": ("mlp.down_proj.weight",),
 }
 _MIXTRAL_EXPERT = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
+"""Mixtral's names of an expert's matrices, by those of the other model types."""
 
 
 def earlier_names(model: ModelConfig) -> dict[str, RowsOf]:
-    """Return each parameter's name and rows in checkpoints of earlier versions, by its name now.
+    """Return by name of a parameter its name and rows in checkpoints of earlier versions.
 
     Includes parameters that only some models have, such as biases.
     """
@@ -72,9 +70,11 @@ class ParameterRows(NamedTuple):
 def exported_rows(
     model: ModelConfig, family: str, shapes: Mapping[str, tuple[int, ...]]
 ) -> dict[str, ParameterRows]:
-    """Return the parameter rows of each tensor in an exported folder, by the tensor's name.
+    """Return by name of a tensor in an exported folder the rows of a parameter that it contains.
 
-    `family`: the folder's model type. `shapes`: the shapes of all parameters, by name.
+    `family`: the folder's model type. `shapes`: the shapes of all parameters, by name. Experts have
+    separate tensors for gate, up and down in the folder; the decoder has one parameter for all
+    gates and ups, and one for all downs, whose first two dims are flattened to count rows.
     """
     found: dict[str, ParameterRows] = {}
     for name, shape in shapes.items():
@@ -91,9 +91,9 @@ def exported_rows(
 def _experts(
     model: ModelConfig, family: str, name: str, rows: int
 ) -> Iterator[tuple[str, ParameterRows]]:
-    """Yield the name and rows of each expert's matrices in `name` [Note: Experts one by one].
+    """Yield the exported name and the rows of each expert's matrices in the parameter `name`.
 
-    `rows`: the number of rows of the parameter, with the first two dims flattened.
+    `rows`: the number of rows of the parameter [E, .., ..] with the first two dims flattened.
     """
     block, _, local = name.partition("mlp.experts.")
     parts = ("down_proj",) if local.endswith("down_proj") else ("gate_proj", "up_proj")

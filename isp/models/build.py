@@ -1,4 +1,4 @@
-"""Building of a traced model: its stage modules on this rank, or its shape alone."""
+"""Build a traced model: its stage modules on this rank, or on meta to read shapes and layouts."""
 
 from __future__ import annotations
 
@@ -71,6 +71,7 @@ class BuiltModel:
 
     def _as_saved(self, name: str, shape: tuple[int, ...]) -> ShardedParameter:
         """Return a buffer as a parameter for checkpoints, which shares its memory."""
+        # All stage modules of a rank share one model, with all buffers.
         memory = nn.Parameter(self.chunks[0].model.get_buffer(name), requires_grad=False)
         layout = ParameterLayout(global_shape=shape, reduce_over=Axis.STAGE)
         return ShardedParameter(name, memory, layout)
@@ -83,15 +84,19 @@ class BuiltModel:
 
     @property
     def tied_over_stages(self) -> ShardedParameter | None:
-        """The trained tied weight, if this rank has one copy of it and another rank the other."""
+        """The trained tied weight, if this rank has one copy of it and another rank the other.
+
+        None if the model ties no weights, or if this rank has both stages or neither of them.
+        """
         first, last = 0 in self.stages, self.order.num_stages - 1 in self.stages
-        if first == last:  # both ends use the one weight, or this rank has neither
+        if first == last:  # this rank has both stages, which share one copy, or neither of them
             return None
         return next((p for p in self.trained if p.name == self.model.tied_weight), None)
 
     @property
     def counted_elsewhere(self) -> tuple[str, ...]:
-        """The names of parameters whose copy on another stage counts in the gradient norm."""
+        """The names of parameters that the gradient norm leaves out, because it counts their copy
+        on another stage."""
         tied = self.tied_over_stages
         return () if tied is None or 0 in self.stages else (tied.name,)
 
@@ -107,12 +112,12 @@ def build_model(
 ) -> BuiltModel:
     """Build this rank's stage modules, with the initial weights that follow from `seed`.
 
-    seed None: weights are not initialized, as they will be loaded.
+    seed None: weights are not initialized, because they will be loaded.
     """
     order = PipelineOrder(parallel.pipeline)
     weights: ISPCommunicator | LocalWeights = LocalWeights()
-    # One rank has whole weights: following a plan would do nothing, and would take a fifth of the
-    # time of a step of 64 tokens.
+    # A single rank has whole weights: a plan would do nothing, but following it would take a fifth
+    # of the time of a step of 64 tokens.
     if mesh.topology.mode.gathers_weights and mesh[Axis.WEIGHT].size > 1:
         weights = _communicator(parallel.weight, mesh, device)
     host = HostMemory(device, log=mesh.log)
@@ -142,6 +147,7 @@ def build_model(
     chunks = model.build(layers, stages, order.num_stages)
     for chunk in chunks:
         chunk.init_weights(seed)
+    # Once for all stages of the rank: one prefetch plan covers them.
     if isinstance(weights, ISPCommunicator):
         weights.declare([chunk.weight_blocks() for chunk in chunks])
     return BuiltModel(
@@ -156,7 +162,12 @@ def build_model(
 
 
 def _communicator(weight: WeightConfig, mesh: Mesh, device: torch.device) -> ISPCommunicator:
-    """Make the communicator of the weight group, with groups of its own for reductions if asked."""
+    """Make the communicator of the weight group.
+
+    With `weight.reduces_apart`, reductions get process groups of their own, so that gathers do
+    not queue behind them.
+    """
+    # True: an all-to-all, and sums on this rank; None: the channel chooses.
     sum_locally = {"auto": None, "all_to_all": True, "reduce_scatter": False}[weight.reduce_by]
     reduces = {axis: mesh[axis] for axis in (Axis.WEIGHT, Axis.EXPERT_WEIGHT)}
     if weight.reduces_apart:
@@ -188,7 +199,7 @@ def shape_only(
     embed_split_hidden: bool = False,
     experts_stay: bool = False,
 ) -> tuple[StageModule, ...]:
-    """Return stage modules of the model as built on a single rank, on the meta device."""
+    """Return the stage modules that a single rank would have, on the meta device."""
     solo = Channel.solo()
     layers = RankLayers(
         mode=mode,
@@ -220,5 +231,8 @@ def parameter_shapes(model: TracedModel) -> dict[str, tuple[int, ...]]:
 
 
 def _saved_buffers(model: TracedModel) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of buffers in checkpoints; none with adapters, which are saved alone."""
+    """Return by name the shapes of buffers in checkpoints; none with adapters.
+
+    A checkpoint of adapters has nothing of the base model.
+    """
     return saved_buffers(model.shape, model.trace) if model.checkpoints_frozen else {}

@@ -1,8 +1,8 @@
 """Forwards of a model's modules on a rank: the module's own code inside wrappers, in one order.
 
-Once a model is traced, only `Forwards` replaces the forward of one of its modules. Before that,
-`set_forward` does where transformers' own code cannot run on a part of the sequence: the trace
-then sees that forward as the module's own code.
+After a model is traced, only `Forwards` replaces forwards of its modules. Before the trace,
+`set_forward` replaces a forward of transformers that cannot run on a part of the sequence; the
+trace sees the replacement as the module's own code.
 """
 
 from __future__ import annotations
@@ -22,33 +22,35 @@ Wrapper = Callable[[ModuleForward], ModuleForward]
 
 
 class Wrap(IntEnum):
-    """The wrappers of a module's forward, from the outermost to the innermost.
+    """The kinds of wrappers of a module's forward, from the outermost to the innermost.
 
-    Their order decides what each of them encloses, so it is given here and nowhere else.
+    `Forwards` installs them in this order, whatever the order in which they are added.
     """
 
     BLOCK = auto()
     """Runs a block in a pass of its own, recomputes it in backward, or leaves it out on other
     pipeline stages."""
     TILES = auto()
-    """Runs a module once for each tile of tokens, with the regions and experts inside of it."""
+    """Runs a module, with all regions and experts inside of it, once for each tile of tokens."""
     AHEAD = auto()
-    """Returns what was computed before the call of the module, with its region."""
+    """Returns the module's output if it was computed before the call, without entering `REGION`
+    again."""
     REGION = auto()
-    """Replaces the input of a tensor-parallel region (in msp and fsp by the gathered one)."""
+    """Replaces the input of a tensor-parallel region: in msp and fsp by the input of all ranks,
+    gathered; in mtp by a view whose gradient is all-reduced."""
     CALL = auto()
-    """Counts a call of the trace, and may take its kept result in a recompute, or call another
-    function."""
+    """Counts a call of the trace. May call a substitute of the module, or return the kept result
+    of the call in a recompute."""
     COMPUTE = auto()
-    """Computes from shards in place of the module's own code, or calls that with other
+    """Computes from shards in place of the module's own code, or calls that code with other
     arguments."""
 
 
 class Forwards:
-    """The wrappers of a model's modules, collected while it is built and installed once.
+    """The wrappers of a model's modules, collected while the model is built and installed once.
 
-    Afterwards `module.forward` is the module's own code inside its wrappers, in the order of
-    `Wrap`, whatever the order in which they were added.
+    `install` sets each `module.forward` to the module's own code inside its wrappers, in the order
+    of `Wrap`, whatever the order in which they were added.
     """
 
     def __init__(self) -> None:

@@ -1,16 +1,7 @@
-"""A check that the code of transformers that ISP replaces is code that ISP was compared with.
+"""Check that the code of transformers that ISP replaces is code that ISP was compared with.
 
-[Note: Known code] ISP replaces forwards, methods and functions of transformers by name
-(`isp.models.huggingface.patches.calls`). A release may compute something else under the same name,
-and ISP's own code would not follow. So known_code.txt has hashes of the code in the versions with
-which all tests and tools/check_architectures.py were run: 5.17.0, 5.23.0 and 5.24.0. Other code,
-also that of versions in between, is compared in a small copy of the model before a run starts; the
-run is refused if the copy has other results or cannot be made.
-
-A hash covers a class or function and all that it names in its file, such as base classes and
-classes of submodules, because ISP's own code may replace these, too. Code in other files does not
-count. The first class among a module's bases that overrides something is looked up, so a subclass
-with a forward of its own counts as other code.
+known_code.txt has hashes of that code. Code with another hash is compared with ISP's own in a small
+copy of the model before a run starts. See [Note: Known code] in docs/design/notes/models.md.
 """
 
 from __future__ import annotations
@@ -54,11 +45,11 @@ _LENGTHS = 29, 19
 """Tokens of the two documents of a comparison, more than windows and chunks of a small model."""
 
 _TOLERANCE = 1e-9
-"""The tolerance of float64 sums, relative to the largest element."""
+"""The tolerance of a comparison in float64, relative to the largest expected element."""
 
 _LEAST_SCALE = 1e-6
-"""The smallest scale of a gradient's tolerance, relative to the largest gradient: smaller gradients
-are rounding errors of that one."""
+"""The smallest scale of a gradient's tolerance, relative to the largest of all gradients: a
+gradient that is smaller consists of rounding errors."""
 
 
 @cache
@@ -71,9 +62,9 @@ def known_code() -> dict[str, list[str]]:
 def check_code(model: nn.Module, *, allow_unchecked: bool = False) -> None:
     """Raise ValueError if ISP's own code may differ from the code of the model that it replaces.
 
-    Unknown code is compared in a small copy of the model, which takes some seconds, once per
-    process. If that fails to run, raises ValueError, too, or warns if `allow_unchecked`. See
-    [Note: Known code].
+    Code that is not in `KNOWN` is compared in a small copy of the model, which takes some seconds,
+    once per process. If the comparison cannot run, raises ValueError, too, or warns if
+    `allow_unchecked`. See [Note: Known code].
     """
     unknown = unknown_code(model)
     if not unknown:
@@ -90,8 +81,8 @@ def check_code(model: nn.Module, *, allow_unchecked: bool = False) -> None:
     try:
         if not isinstance(interface_of(model), HuggingFace):
             raise ValueError(
-                f"{type(model).__name__} has no configuration of transformers to make a small copy"
-                f" of, in which to compare isp's"
+                f"{type(model).__name__} has no configuration of transformers, from which isp makes"
+                f" the small copy that it compares"
             )
         config: Any = model.config
         _compare(_Case(unknown, str(config.to_json_string(use_diff=False)), config, about))
@@ -107,27 +98,32 @@ def check_code(model: nn.Module, *, allow_unchecked: bool = False) -> None:
 
 
 class _DiffersError(ValueError):
-    """The error that ISP's own code has other results than the code that it replaces."""
+    """The error for ISP's own code if its results differ from those of the code it replaces."""
 
 
 # -- sources -----------------------------------------------------------------------------------
 
 
 def unknown_code(model: nn.Module) -> tuple[str, ...]:
-    """Return the full names of classes and functions of the model that are replaced but unknown."""
+    """Return the full names of classes and functions of a model that ISP replaces without knowing
+    their code."""
     replaced = dict.fromkeys(replaced_code(model))
     return tuple(f"{space}.{name}" for space, name in replaced if not _is_known(space, name))
 
 
 @cache
 def _is_known(space: str, name: str) -> bool:
-    """Return whether the code of class or function `name` in the Python module `space` is known."""
+    """Return whether `KNOWN` has the code of the class or function `name` in a Python module.
+
+    `space`: the name of the Python module.
+    """
     try:
         text = inspect.getsource(sys.modules[space])
     except (KeyError, OSError, TypeError):  # there is no file, or the module is not registered
         return False
     found = source_hash(text, name)
-    if name in FREE_FUNCTIONS:  # copied from file to file; None: imported there
+    # transformers copies these functions from file to file. None: this file imports the function.
+    if name in FREE_FUNCTIONS:
         return found in (None, *known_code()[name])
     return found in known_code().get(f"{space}.{name}".removeprefix(PLACE), ())
 
@@ -135,8 +131,9 @@ def _is_known(space: str, name: str) -> bool:
 def source_hash(text: str, name: str) -> str | None:
     """Return a hash of a class or function in the `text` of a module; None if it is not defined.
 
-    The hash covers all that it names in the module. Comments, docstrings, texts of f-strings and
-    formatting do not count, so that all versions of Python give the same hash.
+    The hash covers `name` and everything in the module that its code names, directly or indirectly.
+    Comments, docstrings, texts of f-strings and formatting do not count, so that all versions of
+    Python give the same hash.
     """
     definitions, found, left = _definitions(text), dict[str, Any](), [name]
     if name not in definitions:
@@ -151,7 +148,7 @@ def source_hash(text: str, name: str) -> str | None:
 
 @lru_cache(maxsize=2)  # several classes of one file come in a row
 def _definitions(text: str) -> dict[str, list[ast.stmt]]:
-    """Return by name the statements at the top level of a module that define it."""
+    """Return by name the statements at the top level of a module's `text` that define the name."""
     found = defaultdict[str, list[ast.stmt]](list)
     for node in ast.parse(text).body:
         if isinstance(node, ast.ClassDef | ast.FunctionDef):
@@ -164,9 +161,9 @@ def _definitions(text: str) -> dict[str, list[ast.stmt]]:
 
 
 def _plain(node: Any) -> Any:
-    """Return a syntax tree as nested lists.
+    """Return a syntax tree as nested lists, the same in all versions of Python.
 
-    Empty fields are left out, because versions of Python add some.
+    Empty fields are left out, because newer versions have more of them.
     """
     if isinstance(node, ast.JoinedStr):  # versions of Python parse these differently
         return "f-string"
@@ -188,7 +185,7 @@ def _is_text(node: Any) -> bool:
 
 @dataclass(frozen=True)
 class _Case:
-    """A comparison to be made, equal to others of the same code and configuration."""
+    """A comparison to make; cases with the same code and configuration are equal, so one is run."""
 
     names: tuple[str, ...]
     """The unknown classes and functions."""
@@ -197,15 +194,15 @@ class _Case:
     config: Any = field(compare=False)
     """The configuration of the model."""
     about: str = field(compare=False)
-    """The beginning of a message about the unknown code."""
+    """The beginning of each message about the unknown code."""
 
 
 @cache  # once per process
 def _compare(case: _Case) -> None:
-    """Compare a small copy of the model run alone and by ISP on one rank; log if they are equal.
+    """Compare a small copy of the model with the same copy run by ISP; log that they are equal.
 
-    Raises `_DiffersError` if they differ, ValueError if the copy lacks code to compare, and errors
-    of the model's own code.
+    ISP runs it on one rank. Raises `_DiffersError` if the results differ, ValueError if the copy
+    lacks one of the unknown classes, and any error of the model's own code.
     """
     began = time.monotonic()
     level = logging.root.manager.disable
@@ -219,12 +216,13 @@ def _compare(case: _Case) -> None:
             if missing := [name for name in case.names if name not in unknown_code(small)]:
                 raise ValueError(f"a small copy of the model has no {missing[0]}")
             if differs := _difference(small):
-                raise _DiffersError(f"a small copy of the model has other {differs} with isp's")
+                said = f"a small copy of the model has other {differs} with isp's code"
+                raise _DiffersError(said)
     finally:
         logging.disable(level)
     if is_first_rank():
         logger.info(
-            "%s, but a small copy of the model gives the same logits and gradients with isp's"
+            "%s, but a small copy of the model gives the same logits and gradients with isp's code"
             " (%.1f s)",
             case.about,
             time.monotonic() - began,
@@ -244,7 +242,10 @@ def local_layers() -> RankLayers:
 
 
 def _difference(small: Any) -> str:
-    """Return in words what differs if ISP runs the model; empty: nothing. Changes the model."""
+    """Return what differs between the model alone and run by ISP, in words; empty if nothing does.
+
+    `small`: a model in float64, which ISP shards in place.
+    """
     plain = copy.deepcopy(small)
     plain.set_attn_implementation("eager")
     plain.set_experts_implementation("eager")
@@ -264,7 +265,8 @@ def _difference(small: Any) -> str:
         (found * weights).sum().backward()
     of_plain = {name: _gradient(p) for name, p in plain.named_parameters()}
     least = _LEAST_SCALE * max(_largest(x) for x in of_plain.values())
-    for whole, members in by_whole(chunk.shards()).items():  # q, k and v have one gradient
+    # Fused linears (q, k and v) have one parameter and one gradient in ISP, three in the model.
+    for whole, members in by_whole(chunk.shards()).items():
         gradient = torch.cat([of_plain[item.name] for item in members])
         if _apart(_gradient(whole.parameter), gradient, least):
             return f"gradients ({whole.name})"
@@ -282,7 +284,7 @@ def _largest(x: Tensor) -> float:
 
 
 def _apart(found: Tensor, expected: Tensor, least: float = 0.0) -> bool:
-    """Return whether tensors differ by more than the tolerance, or one contains NaN.
+    """Return whether `found` differs from `expected` by more than the tolerance, or has NaN.
 
     `least`: the smallest scale to which the tolerance is relative.
     """

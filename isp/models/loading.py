@@ -1,4 +1,4 @@
-"""Loading of a Hugging Face folder as a traced model, of which each rank reads only its shards."""
+"""Load a Hugging Face folder as a traced model; each rank reads only its shards of the weights."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from isp.models.huggingface.adapter_config import AdapterConfig
 from isp.models.huggingface.adapters import AdapterWeights, adapted
 from isp.models.huggingface.dequantization import check_readable
 from isp.models.huggingface.initial_weights import Drawing, InitialWeights, drawings
-from isp.models.huggingface.make import limited_model, made, take_out_tower
+from isp.models.huggingface.make import limited_model, new_model, take_out_tower
 from isp.models.huggingface.overrides import OverrideError, check_overrides, overridden_config
 from isp.models.huggingface.renaming import ConvertedFiles
 from isp.models.huggingface.tiny import kept_in_float64
@@ -37,12 +37,12 @@ from isp.utils.text import first_line
 __all__ = [
     "begun_by_the_model",
     "empty_model",
+    "exported_tensors",
     "folder_model",
     "kept_buffers",
     "meta_model",
     "parameters_on_meta",
     "plain_model",
-    "saved_again",
 ]
 
 logger = logging.getLogger(__name__)
@@ -65,14 +65,14 @@ def folder_model(
 
     `trains`: False for evaluation; a model that trains must not have dropout. `overrides`:
     `model.hf_overrides` as JSON, which can be hashed for the cache. `adapter`: only the adapter is
-    trained. `keys`: arguments of `TracedModel.computed`; the folder is read and traced once for all
-    of them. In float64 all of the model is computed in float64, also what transformers keeps in
+    trained. `keys`: arguments of `TracedModel.with_options`; the folder is read and traced once for
+    all of them. In float64 all of the model is computed in float64, also what transformers keeps in
     float32. Raises ValueError if the folder has no causal language model or an unsupported one.
     """
     read = _read_and_traced(
         folder, dtype, overrides, adapter, trains=trains, allow_unchecked=allow_unchecked
     )
-    return read.computed(**keys)
+    return read.with_options(**keys)
 
 
 @lru_cache(maxsize=8)
@@ -85,7 +85,7 @@ def _read_and_traced(
     trains: bool,
     allow_unchecked: bool,
 ) -> TracedModel:
-    """Return the traced model of a folder; raise ValueError that names `model.hf`."""
+    """Read and trace the model in `folder`, once per process; errors name the key `model.hf`."""
     try:
         with limited_model(folder):
             given = json.loads(overrides) if overrides else None
@@ -101,11 +101,12 @@ def _read_and_traced(
             return TracedModel(
                 model, weights=weights, in_place=False, allow_unchecked=allow_unchecked
             )
-    except OverrideError:  # names its own key
+    except OverrideError:  # its message names `model.hf_overrides`
         raise
     except ValueError as error:
         raise ValueError(f"model.hf={folder}: {error}") from None
-    except (NotImplementedError, RuntimeError) as error:  # of a forward on the meta device
+    # A forward on the meta device raises these where it needs the value of a tensor.
+    except (NotImplementedError, RuntimeError) as error:
         first = str(error).splitlines()[0]
         raise ValueError(
             f"model.hf={folder}: the model's control flow depends on tensor values, so it cannot"
@@ -126,19 +127,19 @@ def empty_model(
     return model, _weights_of(model, Path(folder))
 
 
-def saved_again(
+def exported_tensors(
     folder: str,
     shapes: Mapping[str, tuple[int, ...]],
     read: Callable[[str], Tensor],
     overrides: Mapping[str, Any] | None = None,
 ) -> Iterator[tuple[str, Tensor]]:
-    """Return the tensors of a trained model, named and divided as `save_pretrained` does it.
+    """Return the tensors of a trained model with the names that `save_pretrained` writes.
 
-    That is also how the files of `folder`, from which training began, have them. `read` returns one
-    whole parameter of those in `shapes`; at most one block's are in memory at a time. Tensors that
-    training does not change are those of the folder: buffers, a vision tower, and tensors that
-    transformers does not load. Raises ValueError as `folder_model` does, and if `shapes` do not fit
-    the model.
+    Names and the division into tensors are those of the files in `folder`, from which training
+    began. `shapes`: the shapes of the trained parameters, by name; `read` returns one of them,
+    whole. At most one block's parameters are in memory at a time. Tensors that training does not
+    change come from the folder: buffers, a vision tower, and tensors that transformers does not
+    load. Raises ValueError as `folder_model` does, and if `shapes` do not fit the model.
     """
     model = meta_model(folder, torch.float32, overrides)
     weights = _weights_of(model, Path(folder))
@@ -159,11 +160,12 @@ def _by_block(
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield the tensors that `save_pretrained` writes, block by block.
 
-    `kept`: the values by parameter or buffer; None: `read` returns it.
+    `kept`: by name of a parameter or buffer, its value; None: call `read` for the value.
     """
     from transformers.core_model_loading import revert_weight_conversion
 
-    # Conversion to the names of files may combine or split tensors of a block.
+    # transformers' conversion to the names in files may join or split tensors, but only those of
+    # one block: it is called block by block, so that no more is in memory.
     blocks: dict[str, list[str]] = {}
     for name in kept:
         block = re.match(r".*?\.\d+\.", name)
@@ -181,11 +183,11 @@ def plain_model(
     state: dict[str, Tensor] | None = None,
     device_map: str | None = None,
 ) -> Any:
-    """Load a folder's model by `from_pretrained` of transformers, ready to generate text.
+    """Load a folder's model with `from_pretrained` of transformers, ready to generate text.
 
-    `overrides`: `model.hf_overrides`. `state`: weights to use instead of the folder's, named as by
-    `saved_again`. `device_map`: that of transformers; None: CPU memory. Raises ValueError if
-    transformers cannot load the model, or if it generates no text.
+    `overrides`: `model.hf_overrides`. `state`: weights to use instead of the folder's, with the
+    names of `exported_tensors`. `device_map`: that of transformers; None: CPU memory. Raises
+    ValueError if transformers cannot load the model, or if it generates no text.
     """
     import transformers
 
@@ -194,7 +196,7 @@ def plain_model(
     if not kind.can_generate():
         raise ValueError(f"{folder} contains a {kind.__name__}, which generates no text")
     if state is None:
-        # Raises for files of another model, of which transformers would load what fits.
+        # Raises if the files are of another model. transformers would load the weights that fit.
         _weights_of(empty, Path(folder))
     config = overridden_config(folder, overrides)
     if state is not None and hasattr(config, "quantization_config"):
@@ -234,13 +236,16 @@ def meta_model(
     try:
         config = overridden_config(folder, overrides)
         with parameters_on_meta():
-            model: Any = made(config, dtype)
+            model: Any = new_model(config, dtype)
     except OverrideError:
         raise
     except Exception as error:  # transformers may raise anything for a file
         first = next(iter(str(error).strip().splitlines()), "")
         if "custom code" in first:
-            first += " isp runs no code that a folder brings: give isp.parallelize the model"
+            first += (
+                " isp runs no code that a folder brings: make the model in your own code and call"
+                " isp.parallelize"
+            )
         raise ValueError(
             f"transformers {transformers.__version__} cannot build a causal language model from"
             f" it: {type(error).__name__}: {first}"
@@ -282,7 +287,7 @@ def _weights_of(model: Any, folder: Path) -> _Files | _Random:
     files = ConvertedFiles(folder, model)
     if hasattr(model.config, "quantization_config"):
         del model.config.quantization_config  # weights are saved without quantization
-    # What the files have but training does not change: it is not checked, only saved again.
+    # Tensors of the files that the trained model lacks: not checked, only copied by an export.
     tower = tuple(f"{name}." for name in take_out_tower(model))
     names = _names(model)
     untrained = {name for name in files.names if name.startswith(tower)}
@@ -300,7 +305,10 @@ def _weights_of(model: Any, folder: Path) -> _Files | _Random:
 
 
 def _names(model: nn.Module) -> dict[str, list[str]]:
-    """Return all names of each parameter and saved buffer, by its first name."""
+    """Return all names of each parameter and saved buffer, by its first name.
+
+    A tied weight has several names.
+    """
     found: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         found.setdefault(id(parameter), []).append(name)
@@ -316,9 +324,10 @@ def kept_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def _ignored(model: Any, names: Iterable[str]) -> Iterator[str]:
-    """Yield the `names` that transformers ignores when it loads a model, too.
+    """Yield those of the `names` in a model's files that no code loads.
 
-    Also the rotary angles that earlier versions saved for each layer.
+    transformers ignores them, too: those that the class lists, and the rotary angles that earlier
+    versions of transformers saved for each layer.
     """
     own = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
     patterns = (r"rotary_emb\.inv_freq$", *own)
@@ -326,7 +335,7 @@ def _ignored(model: Any, names: Iterable[str]) -> Iterator[str]:
 
 
 class _Files:
-    """A source of weights that reads a rank's shards from files; see `InitialWeights`."""
+    """A source of weights that reads a rank's shards from files; implements `InitialWeights`."""
 
     def __init__(
         self, files: ConvertedFiles, names: Mapping[str, list[str]], untrained: Iterable[str]
@@ -337,18 +346,19 @@ class _Files:
         self._untrained = untrained
 
     def untrained(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the tensors of a vision tower and those that transformers ignores, from the files.
+        """Yield the tensors of the files that the trained model lacks, one in memory at a time.
 
-        DeepSeek-V3's heads for further tokens are among these. One tensor is in memory at a time.
+        These are a vision tower's, and those that transformers ignores, such as DeepSeek-V3's heads
+        for further tokens.
         """
         there = dict.fromkeys(n for name in self._untrained for n in self._files.made_of(name))
         return ((name, self._files.read_block(name, ())) for name in there)
 
     @torch.no_grad()
     def fill(self, model: nn.Module, shards: Sequence[ShardedParameter], seed: int) -> None:
-        """Fill shards and saved buffers from the files, as `InitialWeights.fill`.
+        """Fill `shards` and the model's saved buffers from the files; see `InitialWeights.fill`.
 
-        One shard at a time is in memory.
+        In addition to the model, one shard at a time is in memory.
         """
         if shards:
             logger.info("weights     from %s", self._files.folder)
@@ -365,13 +375,15 @@ class _Files:
 
 
 class _Random:
-    """A source of random weights, made by the model's own initialization; see `InitialWeights`.
+    """A source of random weights from the model's own initialization; an `InitialWeights`.
 
-    They depend on the seed and on the names of modules alone, so they are the same in each layout.
+    The weights depend on the seed and on the names of modules only, so they are the same in every
+    layout.
     """
 
     def __init__(self, model: nn.Module, drawn_as: Mapping[str, RowsOf] | None = None) -> None:
-        """`drawn_as`: by name of a parameter, the rows of another one whose numbers it gets."""
+        """`drawn_as`: by name of a parameter, the rows of another name whose random numbers it
+        gets, as when it was a part of that parameter in an earlier version."""
         self._shape = model
         """The model, with parameters on the meta device; never changed."""
         self._drawn_as = drawn_as or {}
@@ -384,15 +396,15 @@ class _Random:
     def check(self) -> None:
         """Raise ValueError for a parameter that the model's `_init_weights` does not initialize.
 
-        Weights are made only for modules whose initialization is not known to be elementwise, one
-        module at a time.
+        Where the recorded initialization of a module is elementwise, no weight is made. The weights
+        of other modules are made and checked for NaN, one module at a time.
         """
         shape: Any = copy.deepcopy(self._shape)
         for owner, module in shape.named_modules():
             own = [local for local, _ in module.named_parameters(recurse=False)]
-            drawn = _drawn(shape, owner) if own else {}
+            drawn = _recorded(shape, owner) if own else {}
             unknown = [local for local in own if not drawn[local].known]
-            values = _begun(shape, owner, 0) if unknown else {}
+            values = _initialized(shape, owner, 0) if unknown else {}
             for local in own:
                 # Not initialized: still NaN, or no operation was recorded.
                 left = values[local].isnan().any() if local in unknown else not drawn[local].calls
@@ -404,7 +416,7 @@ class _Random:
 
     @torch.no_grad()
     def fill(self, model: nn.Module, shards: Sequence[ShardedParameter], seed: int) -> None:
-        """Fill shards with random weights, as `InitialWeights.fill`.
+        """Fill `shards` with random weights; see `InitialWeights.fill`.
 
         At most one module's whole weights are in memory at a time. Raises ValueError as `check`.
         """
@@ -425,14 +437,14 @@ class _Random:
             name, layout = item.name, item.layout
             owner, _, local = name.rpartition(".")
             if owner != owner_before:
-                drawn, values, owner_before = _drawn(shape, owner), {}, owner
-            if drawn[local].known:  # the numbers of the shard alone
+                drawn, values, owner_before = _recorded(shape, owner), {}, owner
+            if drawn[local].known:  # draw the numbers of the shard alone
                 source = self._drawn_as.get(name, RowsOf(name))
                 own = drawn[local].shard(layout, MasterStream(seed, *source))
-            else:  # the whole weight, by the model's own code
-                values = values or _begun(shape, owner, seed)
+            else:  # run the model's own code on the whole weight, and keep the shard
+                values = values or _initialized(shape, owner, seed)
                 own = layout.shard(values[local])
-            if own.isnan().any():  # find out which parameter is not initialized, and raise
+            if own.isnan().any():  # a parameter that no code initialized: let `check` name it
                 self.check()
             item.parameter.copy_(own)
 
@@ -440,10 +452,10 @@ class _Random:
 def begun_by_the_model(
     model: nn.Module, drawn_as: Mapping[str, RowsOf] | None = None
 ) -> _Random | None:
-    """Return the source of weights of a model on the meta device; None for one with weights.
+    """Return a source of random weights for a model on the meta device; None if it has weights.
 
-    Gives buffers on the meta device their values, in place. Raises ValueError for a model with only
-    some weights, and for one whose buffers cannot be made again.
+    Also gives buffers on the meta device their values, in place. `drawn_as`: see `_Random`. Raises
+    ValueError if only some parameters are on the meta device, or if the values of buffers are lost.
     """
     empty = [name for name, parameter in model.named_parameters() if parameter.is_meta]
     if not empty:
@@ -460,7 +472,7 @@ def begun_by_the_model(
                 f"{kind.__name__} has buffers on the meta device, so their values are lost: build"
                 " it inside isp.parameters_on_meta(), which keeps buffers"
             )
-        with parameters_on_meta():  # buffers of a new model of the same class
+        with parameters_on_meta():  # a new model of the same class computes its buffers again
             twin = kind(config)
         for name, buffer in twin.named_buffers():
             owner, _, local = name.rpartition(".")
@@ -470,7 +482,10 @@ def begun_by_the_model(
 
 @contextmanager
 def _own_parameters(module: nn.Module, device: str) -> Iterator[dict[str, Tensor]]:
-    """Replace the module's own parameters in this context by NaN in float32; yield them by name."""
+    """Replace the module's own parameters by NaN in float32 in this context; yield them by name.
+
+    A parameter that is still NaN afterwards was not initialized.
+    """
     options: dict[str, Any] = {"dtype": torch.float32, "device": device}
     own: dict[str, Tensor] = {
         local: nn.Parameter(torch.full(parameter.shape, torch.nan, **options))
@@ -480,10 +495,11 @@ def _own_parameters(module: nn.Module, device: str) -> Iterator[dict[str, Tensor
         yield own
 
 
-def _begin(shape: Any, owner: str) -> None:
-    """Initialize the own parameters of a module as the model does, or else as torch does.
+def _initialize(shape: Any, owner: str) -> None:
+    """Initialize the own parameters of the module `owner` as the model does, or else as torch does.
 
-    The modules around it are initialized after it, because GPT-2 scales some of their linears.
+    The modules around it are initialized after it, because GPT-2's blocks rescale the weights of
+    some linears inside them.
     """
     module = shape.get_submodule(owner)
     if not hasattr(shape, "_init_weights"):
@@ -496,15 +512,15 @@ def _begin(shape: Any, owner: str) -> None:
         shape._init_weights(shape.get_submodule(owner))
 
 
-def _drawn(shape: Any, owner: str) -> dict[str, Drawing]:
-    """Return how the own parameters of a module are initialized, by local name."""
+def _recorded(shape: Any, owner: str) -> dict[str, Drawing]:
+    """Return by local name how the own parameters of a module are initialized, without values."""
     with _own_parameters(shape.get_submodule(owner), "meta") as own, torch.random.fork_rng([]):
-        return drawings(own, lambda: _begin(shape, owner))
+        return drawings(own, lambda: _initialize(shape, owner))
 
 
-def _begun(shape: Any, owner: str, seed: int) -> dict[str, Tensor]:
+def _initialized(shape: Any, owner: str, seed: int) -> dict[str, Tensor]:
     """Return the initialized own parameters of a module, whole, in float32, by local name."""
     with _own_parameters(shape.get_submodule(owner), "cpu") as own, torch.random.fork_rng([]):
         torch.default_generator.manual_seed(MasterStream(seed, owner).generator_seed)
-        _begin(shape, owner)
+        _initialize(shape, owner)
         return {local: getattr(shape.get_submodule(owner), local).detach() for local in own}

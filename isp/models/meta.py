@@ -13,16 +13,16 @@ import torch
 from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
-__all__ = ["copied", "leave_alone", "on_meta", "parameters_on_meta"]
+__all__ = ["copied", "freeze_unused", "on_meta", "parameters_on_meta"]
 
 logger = logging.getLogger(__name__)
 
 
 @contextmanager
 def parameters_on_meta() -> Iterator[None]:
-    """Put parameters on the meta device when modules register them in this context.
+    """Put each parameter on the meta device when a module registers it in this context.
 
-    Buffers keep their values, which cannot be made again without the model's own code.
+    Buffers keep their values: only the code that built the model could compute them again.
     """
 
     def without_memory(_: nn.Module, __: str, parameter: nn.Parameter) -> nn.Parameter | None:
@@ -31,8 +31,8 @@ def parameters_on_meta() -> Iterator[None]:
         grad = parameter.requires_grad
         return nn.Parameter(parameter.detach().to("meta"), requires_grad=grad)
 
-    # A hook for all modules of the process, while the context lasts. Torch's annotation does not
-    # know that it may return a parameter to register instead, which its documentation promises.
+    # The hook sees all modules of the process while the context lasts. torch documents that it may
+    # return a parameter to register in place of the given one, but does not annotate it so.
     handle = register_module_parameter_registration_hook(without_memory)  # type: ignore[arg-type]
     try:
         yield
@@ -50,10 +50,11 @@ def on_meta(model: nn.Module) -> nn.Module:
 
 
 def copied(model: nn.Module, instead: dict[int, Any]) -> nn.Module:
-    """Return a deep copy of a model, with values of `instead` in place of the objects by their ids.
+    """Return a deep copy of a model in which some objects are replaced.
 
-    Two to four times as fast as `copy.deepcopy`, which is slow for the dozen empty dicts of hooks
-    that each module has. Adds entries for those to `instead`.
+    `instead`: the replacements, by `id` of the object. It is the memo of `copy.deepcopy`, and gets
+    entries for the dozen empty dicts of hooks that each module has: `copy.deepcopy` is slow for
+    these, and with the entries two to four times as fast.
     """
     for module in model.modules():
         for value in vars(module).values():
@@ -62,11 +63,11 @@ def copied(model: nn.Module, instead: dict[int, Any]) -> nn.Module:
     return copy.deepcopy(model, instead)
 
 
-def leave_alone(shape: nn.Module, unused: Iterable[str]) -> None:
-    """Freeze the `unused` parameters of `shape`, and warn about those that would be trained.
+def freeze_unused(shape: nn.Module, unused: Iterable[str]) -> None:
+    """Freeze the `unused` parameters of `shape`, and warn about those that were trainable.
 
-    torch's optimizers would not change them either, as they get no gradient. `shape` is a model on
-    the meta device; the real model is frozen when it is built.
+    They get no gradient, so torch's optimizers would not change them either. `shape` is a model on
+    the meta device; `TracedModel.build` freezes the same parameters of the real model.
     """
     trained = [name for name in unused if shape.get_parameter(name).requires_grad]
     for name in trained:

@@ -30,6 +30,7 @@ __all__ = [
 ]
 
 _positions: ContextVar[Tensor] = ContextVar("positions")
+"""The positions that `at_positions` has set."""
 
 
 def current_positions() -> Tensor:
@@ -51,23 +52,24 @@ def at_positions(positions: Tensor) -> Iterator[None]:
 
 
 def give_positions(model: nn.Module) -> None:
-    """Let tables of positions look up `current_positions` instead of counting the rank's tokens.
+    """Make tables of learned positions look up `current_positions`, in place.
 
-    A table that counts tokens is recognized by its optional argument `position_ids`. Its argument
-    for the number of cached tokens is renamed every few versions of transformers.
+    Without this, such a table of transformers counts the tokens it is given, which on a rank are
+    only a part of the sequence. It is recognized by its optional argument `position_ids`; its other
+    arguments are renamed every few versions of transformers, so they are not looked at.
     """
     for module in model.modules():
         if isinstance(module, nn.Embedding):
             takes = inspect.signature(type(module).forward).parameters
             if "position_ids" in takes and takes["position_ids"].default is None:
-                # Before the model is traced: this is part of the model that the trace sees.
+                # Called before the trace, which so sees this forward as the module's own code.
                 set_forward(module, partial(_look_up, module.forward))
 
 
 def _look_up(table: Callable[..., Tensor], tokens: Tensor, *_: Any, **__: Any) -> Tensor:
     """Return rows of a table of positions for all tokens, [B, S', D]."""
     positions = current_positions()
-    # Classes of transformers take positions of one sequence, [S'].
+    # These tables of transformers take the positions of one sequence, [S'], so join the rows.
     return table(tokens, position_ids=positions.flatten()).view(*positions.shape, -1)
 
 
@@ -84,17 +86,18 @@ def token_lengths(positions: Tensor, cu_seqlens: Tensor | None, layers: RankLaye
     ranks = layers.sequence or SequenceRanks.by_heads(layers.tensor)
     lengths = cu_seqlens.diff().long()
     each = lengths.repeat_interleave(lengths).view(len(positions), -1)  # [B, S]
-    (each,) = ranks.arranged([each], cu_seqlens)
+    (each,) = ranks.arranged([each], cu_seqlens)  # the order in which ranks have their parts
     own = each.chunk(parts, 1)[layers.tensor.rank if parts > 1 else 0]
     return pinned_memory.send(own.contiguous(), positions.device)
 
 
 def by_document(limit: int, lengths: Callable[[], Tensor | None]) -> Wrapper:
-    """Return a wrapper of rotary positions that treats each token by the length of its document.
+    """Return a wrapper of a longrope forward that chooses its factors by each token's document.
 
-    The forward makes angles [B, S', d] in one of two ways, by whether the largest position of the
-    row reaches `limit` (longrope). The wrapped one chooses for each token as if its document were
-    alone. `lengths` returns the documents' lengths [B, S'], or None to run the forward as it is.
+    The module's own forward computes the angles [B, S', d] of a whole row with its long factors if
+    the largest position in the row reaches `limit`, else with its short ones. In a packed row or on
+    a part of a sequence, that would depend on other documents or on the rank. `lengths` returns
+    each token's document length [B, S'], or None to run the forward unchanged.
     """
 
     def wrap(inner: ModuleForward) -> ModuleForward:
@@ -103,8 +106,9 @@ def by_document(limit: int, lengths: Callable[[], Tensor | None]) -> Wrapper:
             if of_tokens is None:
                 return inner(x, position_ids, *args, **kwargs)
             far = torch.full_like(position_ids[..., :1], limit)
+            # Positions are below the limit where `short` is chosen, so the clamp changes none.
             short = inner(x, position_ids.clamp(max=limit - 1), *args, **kwargs)
-            # One position more, at the limit, makes the forward take the row for a long one.
+            # One more position, at the limit, makes the forward use its long factors.
             long = inner(x, torch.cat([position_ids, far], -1), *args, **kwargs)
             is_long = (of_tokens > limit).unsqueeze(-1)
             return tree_map(lambda a, b: torch.where(is_long, b[:, :-1], a), short, long)

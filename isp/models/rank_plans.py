@@ -40,9 +40,10 @@ class RankShape(NamedTuple):
 def rank_shapes(
     model: TracedModel, whole: StageModule, order: PipelineOrder
 ) -> tuple[RankShape, ...]:
-    """Return the shape of each rank of a pipeline.
+    """Return the declared blocks and layouts of each rank of a pipeline.
 
-    `whole`: the whole model on one rank, on the meta device, with any recomputation.
+    `whole`: the whole model as built on one rank, on the meta device; the recomputation that it was
+    built with does not matter.
     """
     stages = stages_of(model.shape, model.trace, order.num_stages)
     chunks = [whole] if len(stages) == 1 else [*map(whole.of_stage, stages)]
@@ -53,9 +54,10 @@ def rank_shapes(
 
 
 def _rank_shape(model: TracedModel, own: list[StageModule]) -> RankShape:
-    """Return the shape of a rank with these stage modules."""
+    """Return the declared blocks and layouts of a rank that has the stage modules `own`."""
     declared = tuple(chunk.weight_blocks() for chunk in own)
     shards = [item for chunk in own for item in chunk.shards()]
+    # In `items` fused linears (q, k and v) are one parameter, named as in `declared`.
     items = [item for chunk in own for item in by_whole(chunk.shards())]
     names = {id(item.parameter): item.name for item in items} | weight_names(declared)
     tied = (id(item.parameter) for item in items if item.name == model.tied_weight)
@@ -69,13 +71,14 @@ def _rank_shape(model: TracedModel, own: list[StageModule]) -> RankShape:
 
 
 def marked(chunks: Chunks, blocks: Sequence[str], how: Recomputation) -> Chunks:
-    """Return `chunks` with the recomputation of each block set as `how` says.
+    """Return `chunks` with `recomputed` and `input_kept` of each block set by the options `how`.
 
     `blocks`: the names of all blocks of the model, in order.
     """
     recomputed = dict(zip(blocks, recomputed_blocks(len(blocks), how.checkpoint), strict=True))
 
     def of_chunk(chunk: tuple[Block, ...]) -> Iterator[Block]:
+        # A chunk also has entries for tables and head, which are not recomputed.
         own = tuple(recomputed[block.name] for block in chunk if block.name in recomputed)
         marks = zip(own, inputs_kept(own, how.segment), strict=True)
         for block in chunk:
@@ -86,7 +89,7 @@ def marked(chunks: Chunks, blocks: Sequence[str], how: Recomputation) -> Chunks:
 
 
 class RankPlan(NamedTuple):
-    """The prefetch plan of one pipeline rank, with the inputs that it was made from."""
+    """The prefetch plan of one pipeline rank, with the uses and actions it was made from."""
 
     title: str
     """The stages of the rank in words, such as `stage 0 and 4`."""
@@ -120,6 +123,7 @@ def rank_plans(model: TracedModel, parallel: ParallelConfig, micro_num: int) -> 
             f" isp"
         )
     found = []
+    # If the expert group is the whole weight group, each expert is on one rank: no gather.
     stay = 1 < parallel.expert.size == parallel.weight.size
     (whole,) = shape_only(model, mode, experts_stay=stay)
     for rank, shape in enumerate(rank_shapes(model, whole, order)):

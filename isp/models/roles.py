@@ -24,20 +24,24 @@ __all__ = [
 
 
 _UNDECAYED = re.compile(r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|\.)")
-"""Names of norms and biases in lower case, as transformers' `Trainer.get_decay_parameter_names`."""
+"""A pattern of names of norms and biases in lower case, the one of transformers'
+`Trainer.get_decay_parameter_names`."""
 
 
 class ParameterRole(StrEnum):
-    """The roles of a parameter, which decide whether it is cut or whole on each rank."""
+    """What a parameter is for, which decides whether it is cut or whole on each rank."""
 
     SHARDED = "sharded"
     """A parameter of a linear or table: cut over the weight group, and gathered to be read."""
     VECTOR = "vector"
-    """Norms, sinks, decays, depthwise kernels and all else that code reads: whole on each rank."""
+    """A norm, sink, decay, depthwise kernel or another parameter that the model's code reads
+    directly: whole on each rank."""
     EXPERT = "expert"
-    """Experts [E, .., ..] that are called as in transformers: cut like `SHARDED`."""
+    """A stack of expert weights [E, .., ..] whose module is called as in transformers: cut over
+    ranks like `SHARDED`."""
     ROUTER = "router"
-    """Other experts, routers of experts, and their biases: whole on each rank."""
+    """A router of experts, a bias of experts, or a stack of experts that are called in another
+    way: whole on each rank."""
     IDLE = "idle"
     """A parameter of a linear or table that no forward calls: whole on each rank."""
 
@@ -65,7 +69,7 @@ def is_decayed(model: nn.Module, name: str) -> bool:
     """Return whether weight decay applies to a parameter: not to norms, biases and vectors.
 
     Norms and biases may have several dimensions: of each head [H, d], of stacked experts [E, N].
-    They are known by their names, as in transformers' Trainer, and by the module that owns them.
+    So they are recognized by name, as in transformers' Trainer, and by the class of their module.
     """
     owner = model.get_submodule(name.rpartition(".")[0])
     named = _UNDECAYED.search(name.lower()) is not None
@@ -87,26 +91,28 @@ def roles_of(
 ) -> dict[str, ParameterRole]:
     """Return the role of each parameter by name.
 
-    `called`: the modules that the trace follows. `whole`: linears that count as vectors. `read`:
-    parameters that other code reads; biases of linears among them count as vectors, too.
+    `called`: the modules whose calls the trace contains. `whole`: small linears whose weights other
+    code reads, which become vectors. `read`: all parameters that other code reads; biases of
+    linears among them become vectors, too.
     """
     roles: dict[str, ParameterRole] = {}
-    kept = {id(p): name for name, p in model.named_parameters()}
+    first_name = {id(p): name for name, p in model.named_parameters()}  # of a shared parameter
     for name, module in model.named_modules():
         for local, parameter in module.named_parameters(recurse=False):
             role = ParameterRole.VECTOR
             if name not in whole and not (local == "bias" and f"{name}.bias" in read):
                 role = _role(model, name, module, parameter, called)
-            before = roles.get(kept[id(parameter)])
-            if before is None or not before.is_cut:  # a shared one is cut if any use is
-                roles[kept[id(parameter)]] = role
+            shared = first_name[id(parameter)]
+            before = roles.get(shared)
+            if before is None or not before.is_cut:  # cut if it is cut in any module that has it
+                roles[shared] = role
     return roles
 
 
 def _role(
     model: nn.Module, name: str, module: nn.Module, parameter: nn.Parameter, called: set[str]
 ) -> ParameterRole:
-    """Return the role of a parameter of `module`, as if no other module used it."""
+    """Return the role of a parameter of `module`, as if no other module had the parameter."""
     if is_linear(module) or isinstance(module, nn.Embedding):
         return ParameterRole.SHARDED if name in called else ParameterRole.IDLE
     if parameter.numel() == max(parameter.shape, default=1):  # [N], or [1, N] of ernie4_5_moe

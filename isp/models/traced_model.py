@@ -30,7 +30,7 @@ from isp.models.huggingface.interface import (
     check_row,
     interface_of,
 )
-from isp.models.meta import copied, leave_alone, on_meta
+from isp.models.meta import copied, freeze_unused, on_meta
 from isp.models.moe.dispatch import check_spread
 from isp.models.moe.load_balance import ExpertLoad, experts_of
 from isp.models.moe.router_losses import check_router_losses, make_router_losses
@@ -74,7 +74,7 @@ def position_rows(model: nn.Module, tables: Iterable[nn.Module]) -> int | None:
 
 
 class TracedModel:
-    """A model and its trace, from which stage modules can be built for any layout."""
+    """A model and its trace; it checks layouts, and builds stage modules for any of them."""
 
     def __init__(
         self,
@@ -120,26 +120,29 @@ class TracedModel:
         self._weights = weights
         self._in_place = in_place
         self._found: dict[Hashable, Any] = {}
-        """Cached results of `_once`, shared by copies with the same `shape` and `trace`."""
+        """The results cached by `_once`; copies with the same `shape` and `trace` share them."""
         check_supported(model)
         self.shape = self.interface.without_values(on_meta(model))
         """The model on the meta device, connected to the runtime; never changed."""
         self.interface.connect(self.shape)
-        traced = self._empty()  # a copy, because a forward may leave state in a module
+        # Trace a copy: a forward may leave state in modules, which `shape` must not have.
+        traced = self._empty()
         self.trace = trace_model(traced, self.interface.forward)
         self._check_recomputation()
-        leave_alone(self.shape, self.trace.unused)
-        how = self.trace, self.interface.forward
-        probed = check_local(self.shape, model.buffers(), *how, allow_unchecked=allow_unchecked)
-        self._probed, self._lengths = probed, LengthCheck(model, self._empty, *how)
+        freeze_unused(self.shape, self.trace.unused)
+        run = self.trace, self.interface.forward
+        probed = check_local(self.shape, model.buffers(), *run, allow_unchecked=allow_unchecked)
+        self._probed = probed
+        """How the probe ran the model; None: the probe could not run it."""
+        self._lengths = LengthCheck(model, self._empty, *run)
         # A model that passed the probe may have no positions. Without the probe, a model that does
         # not read them may count its tokens instead, which is wrong in a part of a sequence.
         if not (
             probed or self.trace.reads_positions or not isinstance(self.interface, HuggingFace)
         ):
             raise ValueError(
-                f"{type(model).__name__} ignores position_ids: positions within each rank's part"
-                f" and within packed documents would be wrong"
+                f"{type(model).__name__} ignores position_ids, so positions within each rank's part"
+                f" and within packed documents would be wrong: let its forward use position_ids"
             )
         if not all(sizes.causal for sizes in self.trace.attentions):
             logger.warning(
@@ -149,13 +152,16 @@ class TracedModel:
             )
 
     def _empty(self) -> nn.Module:
-        """Return a copy of `shape` whose parameters may be replaced by shards."""
+        """Return a copy of `shape`, the model on the meta device, that callers may change."""
+        # Parameters are shared with `shape`: callers replace them, and never write into them.
         return copied(self.shape, {id(p): p for p in self.shape.parameters()})
 
-    def computed(self, **keys: Any) -> TracedModel:
-        """Return this model with other attributes `keys`, without tracing it again."""
+    def with_options(self, **keys: Any) -> TracedModel:
+        """Return a copy of this model with new values of attributes, without tracing again.
+
+        `keys`: the new values, by name of an argument of `__init__` that is an attribute, too.
+        """
         other = copy.copy(self)
-        # The arguments of `__init__` that may be changed are attributes of the same name.
         assert keys.keys() <= vars(other).keys(), keys
         vars(other).update(keys)
         if {"shape", "trace"} & keys.keys():
@@ -168,10 +174,10 @@ class TracedModel:
         model, shape = copy.deepcopy((self.model, self.shape))
         model.requires_grad_(False)
         shape.requires_grad_(False)
-        return self.computed(model=model, shape=shape)
+        return self.with_options(model=model, shape=shape)
 
     def _once(self, key: Hashable, find: Callable[[], _Found]) -> _Found:
-        """Return the cached result of `find`, which depends on `key`, shape and trace alone."""
+        """Return `find()`, computed once per `key`; it must depend on key, shape and trace only."""
         if key not in self._found:
             self._found[key] = find()
         return cast(_Found, self._found[key])
@@ -188,7 +194,7 @@ class TracedModel:
 
     @property
     def hidden_size(self) -> int:
-        """The number of features of a token between blocks, over all of its hidden states."""
+        """The number of features of a token between blocks, over all hidden states of a block."""
         form = self.trace.outputs.get(self.trace.blocks[0])
         return self._first_table.embedding_dim if form is None else form.width
 
@@ -204,6 +210,7 @@ class TracedModel:
 
     @property
     def _first_table(self) -> nn.Embedding:
+        """The embedding that a forward looks up first: that of token ids."""
         table = self.shape.get_submodule(self.trace.tables[0])
         assert isinstance(table, nn.Embedding)
         return table
@@ -225,7 +232,7 @@ class TracedModel:
 
     @property
     def flop_rule(self) -> str:
-        """The rule of `flops` in words, for logs."""
+        """The formula by which `flops` counts, in words, for logs."""
         parameters = "linears"
         if self.trace.elements(ParameterRole.EXPERT):
             parameters += " and of the experts that a token goes to"
@@ -260,7 +267,7 @@ class TracedModel:
 
     @property
     def attention_windows(self) -> Windows:
-        """Each attention window with its number of layers; empty for a model without attention.
+        """Each attention window with its number of blocks; empty for a model without attention.
 
         For packed sequences they decide which rank gets which tokens.
         """
@@ -268,15 +275,19 @@ class TracedModel:
 
     @property
     def learned_positions(self) -> int | None:
-        """The result of `position_rows` for this model."""
+        """The number of rows of the smallest table of learned positions; None if there is none."""
         names = dict.fromkeys(self.trace.tables)
         tables = [self.shape.get_submodule(name) for name in names][1:]  # the first: tokens
         return position_rows(self.model, tables)
 
     def with_head_size(self, parallel: ParallelConfig) -> ParallelConfig:
-        """Return `parallel` with the heads x context sizes that the heads of all layers allow."""
+        """Return `parallel` with the tensor group divided into head ranks x context ranks.
+
+        The number of head ranks follows from the fewest query heads and the common divisor of the
+        KV heads of all attention layers. Raises ValueError if a head rank has no query head.
+        """
         sizes = self.trace.attentions
-        # Scans exchange tokens over the whole tensor group: without attention any size will do.
+        # Without attention any number of heads is right: scans use the whole tensor group.
         query = min((s.num_heads for s in sizes), default=parallel.tensor.size)
         return parallel.for_heads(query, math.gcd(*(s.num_kv_heads for s in sizes)) or 1)
 
@@ -296,25 +307,27 @@ class TracedModel:
         experts, tiles = experts_of(self.shape, self.trace), self.recomputation.mlp_tile_tokens
         check_spread(type(self.model).__name__, self.trace, config, parallel.expert)
         if parallel.weight.vocab_parallel_loss and not parallel.tensor.mode.splits_features:
-            self._check_exchanged(parallel.tensor.size)
+            self._check_vocab_parallel_loss(parallel.tensor.size)
         num_stages = parallel.pipeline.size * parallel.pipeline.num_chunks
-        of = self._router_losses()
-        check_router_losses(self.model, config, of, experts, num_stages=num_stages, tiles=tiles)
+        coefficients = self._router_losses()
+        check_router_losses(
+            self.model, config, coefficients, experts, num_stages=num_stages, tiles=tiles
+        )
         if num_stages > 1:
             self._check_stages(num_stages, parallel.pipeline)
         if parallel.tensor.mode.splits_features:
             self._tensor_plan.check_sizes(self.shape, self.trace, parallel.tensor.size)
-            self._rehearse(parallel.tensor.size)
+            self._try_shares(parallel.tensor.size)
 
     def check_length(self, parallel: ParallelConfig, tokens: int) -> None:
         """Raise ValueError if results in rows of this many `tokens` depend on the rows' length.
 
-        A row that is not much longer than one checked before is not checked again.
+        Rows up to 9/8 of the longest one that was checked before are not checked again.
         """
         parts = parallel.tensor.size if parallel.tensor.mode.splits_sequence else 1
         self._lengths.check(tokens, tokens // parts, allow_unchecked=self.allow_unchecked)
 
-    def _check_exchanged(self, size: int) -> None:
+    def _check_vocab_parallel_loss(self, size: int) -> None:
         """Raise ValueError if `size` ranks cannot each have a slice of all tokens' logits."""
         vocab, key = self.trace.vocab_size, "parallel.weight.vocab_parallel_loss"
         if self.trace.head is None:
@@ -365,26 +378,27 @@ class TracedModel:
         except ValueError as error:
             raise self._not_split(error) from None
 
-    def _rehearse(self, size: int) -> None:
+    def _try_shares(self, size: int) -> None:
         """Raise ValueError if the model's code needs more than a rank's share of the features.
 
-        Runs before ranks start; see [Note: Shares].
+        `size`: tensor ranks. The check runs on one process, before ranks start. See [Note: Shares]
+        in docs/design/notes/models.md.
         """
         if size == 1:
             return
 
-        def share() -> None:
+        def check_shapes() -> None:  # on meta tensors: that the code runs, and where it attends
             build = partial(self._chunk, stages=stages_of(self.shape, self.trace, 1))
             run_with_a_share(build, self.shape, self.trace, self._tensor_plan, size)
 
-        def shares() -> None:
+        def check_values() -> None:  # on the CPU: that a share gives the share of the results
             if self._probed:  # otherwise the model is not known to run on the CPU
                 whole = self.shape, self.model.buffers(), self.trace, self.interface.forward
                 check_shares(*whole, self._tensor_plan, size, self._probed)
 
         try:
-            self._once(("share", size, self.recomputation), share)
-            self._once(("shares", size), shares)
+            self._once(("shapes of shares", size, self.recomputation), check_shapes)
+            self._once(("values of shares", size), check_values)
         except Exception as error:  # the model's own code may raise anything on a rank's shapes
             raise self._not_split(error) from None
 
@@ -428,7 +442,7 @@ class TracedModel:
         else:
             model = self.model if self._in_place else copy.deepcopy(self.model)
             self.interface.connect(model)
-            for name in self.trace.unused:  # frozen in `shape` before, see `leave_alone`
+            for name in self.trace.unused:  # `freeze_unused` froze those of `shape`
                 model.get_parameter(name).requires_grad_(False)
         local = local_of(layers, self.attention_backend, attention)
         plan = self._tensor_plan if layers.splits_features else None
@@ -452,9 +466,11 @@ class TracedModel:
         forwards.install()
         routers = load = None
         if layers.device.type != "meta":
-            of, experts = self._router_losses(), experts_of(self.shape, self.trace)
-            routers = make_router_losses(model, self.interface.config(model), of, layers.tensor)
-            load = ExpertLoad(model, experts, layers.device, rate=of.bias_rate) if experts else None
+            coefficients, experts = self._router_losses(), experts_of(self.shape, self.trace)
+            config = self.interface.config(model)
+            routers = make_router_losses(model, config, coefficients, layers.tensor)
+            if experts:
+                load = ExpertLoad(model, experts, layers.device, rate=coefficients.bias_rate)
             if self.loss_chunk_tokens and self.trace.head is None:
                 logger.warning(
                     "model.loss_chunk_tokens=%d has no effect: %s computes its logits from more"
@@ -475,6 +491,6 @@ class TracedModel:
         )
 
     def _router_losses(self) -> RouterCoefficients:
-        """Return the coefficients of the router losses: those given, else the model's own."""
+        """Return the coefficients of router losses; each that is 0 is taken from the model."""
         asked, own = self.router_losses, self.interface.router_coefficients(self.model)
         return RouterCoefficients(*(a or b for a, b in zip(asked, own, strict=True)))

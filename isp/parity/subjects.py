@@ -144,7 +144,7 @@ class Subject:
             tile, between = recomputation.mlp_tile_tokens, recomputation.between_linears
             recomputation = Recomputation(mlp_tile_tokens=tile, between_linears=between)
         recomputation = recomputation._replace(checkpoint=part)
-        return self._traced.computed(recomputation=recomputation)
+        return self._traced.with_options(recomputation=recomputation)
 
 
 def read_folder(folder: Path, overrides: Mapping[str, Any] | None = None) -> Any:

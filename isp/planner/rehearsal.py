@@ -284,7 +284,7 @@ def _of_first_and_last(model: ModelConfig, dtype: str, mode: Mode, stay: bool) -
     run = _first_and_last([kind_of(block, shapes) for block in blocks])
     traced = language_model(model, dtype)
     own, found = with_blocks(traced.shape, traced.trace, {blocks[b].name for b in run})
-    return traced.computed(shape=own, trace=found)
+    return traced.with_options(shape=own, trace=found)
 
 
 def _first_and_last(kinds: Sequence[BlockKind]) -> Sequence[int]:

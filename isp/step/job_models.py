@@ -28,7 +28,7 @@ def trained_model(config: JobConfig) -> TracedModel:
             f" {given}: reward takes the folder of a ...ForSequenceClassification with"
             f" num_labels=1, and nothing else does"
         )
-    return model if objective == "sft" else model.computed(gives_scores=True)
+    return model if objective == "sft" else model.with_options(gives_scores=True)
 
 
 def second_model(config: JobConfig) -> TracedModel | None:

@@ -244,7 +244,7 @@ def _without_positions() -> nn.Module:
 
 
 MODELS: dict[str, tuple[Callable[[], nn.Module], str]] = {
-    "twice": (_parallelised, "was parallelised before, or another library has wrapped it"),
+    "twice": (_parallelised, "was parallelized before, or another library has wrapped it"),
     "copy": (
         lambda: copy.copy(_wrapped()),
         "norm (LayerNorm) has a forward that is not its class's",

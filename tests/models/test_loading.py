@@ -120,13 +120,13 @@ def test_a_folder_is_traced_once_for_all_ways_of_computing_it(tmp_path: Path) ->
     assert (plain.recomputation.checkpoint, again.recomputation.checkpoint) == (0.0, 1.0)
 
 
-def test_quantised_weights_are_refused_by_name(tmp_path: Path) -> None:
-    """Catches quantised numbers that are read as weights, and a list of names in place of why."""
+def test_quantized_weights_are_refused_by_name(tmp_path: Path) -> None:
+    """Catches quantized numbers that are read as weights, and a list of names in place of why."""
     folder = write_folder(tmp_path, "llama")
     config = json.loads((folder / "config.json").read_text())
     config["quantization_config"] = {"quant_method": "awq"}
     (folder / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ValueError, match=r"weights are quantised .*=awq in"):
+    with pytest.raises(ValueError, match=r"weights are quantized .*=awq in"):
         folder_model(str(folder), "float32")
 
 

@@ -165,7 +165,7 @@ def test_what_is_not_supported_is_refused_by_its_name(tmp_path: Path) -> None:
     LoraConfig(base_model_name_or_path="org/model").save_pretrained(folder)
     with pytest.raises(ValueError, match=r'base_model_name_or_path="org/model" .* is no folder'):
         load_config(job, [f"--model.hf={folder}"])
-    with pytest.raises(ValueError, match=r"model.adapter.r=4 is given beside .* which has 8"):
+    with pytest.raises(ValueError, match=r"model.adapter.r=4 contradicts .* which has 8"):
         load_config(job, [f"--model.adapter.folder={folder}", "--model.adapter.r=4"])
     LoraConfig(layers_to_transform=[1]).save_pretrained(folder)
     with pytest.raises(ValueError, match=r"layers_to_transform=\[1\] .* is not supported"):

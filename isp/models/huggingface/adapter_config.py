@@ -1,4 +1,4 @@
-"""The section `model.adapter`, and its keys in a folder saved by PEFT; loads no torch."""
+"""`AdapterConfig`, the section `model.adapter`, also read from a PEFT folder; loads no torch."""
 
 from __future__ import annotations
 
@@ -16,11 +16,12 @@ from isp.utils.files import read_json
 __all__ = ["ADAPTER_FILE", "AdapterConfig", "with_adapter"]
 
 ADAPTER_FILE = "adapter_config.json"
+"""The file of PEFT with an adapter's keys."""
 
 
 @section("model.adapter", KeyRole.MODEL)
 class AdapterConfig:
-    """`model.adapter`: PEFT's LoRA on the model of `model.hf`, whose own weights are frozen.
+    """`model.adapter`: PEFT's LoRA on the model of `model.hf`, whose base weights are frozen.
 
     The keys are those of PEFT's LoraConfig.
     """
@@ -38,7 +39,7 @@ class AdapterConfig:
     """Modules that get an adapter: a list of name suffixes such as [q_proj], a regular expression
     for the whole name such as .*q_proj, or all-linear; null: PEFT's choice for the model."""
     exclude_modules: str | tuple[str, ...] | None = None
-    """Modules that get none, in the same form."""
+    """Modules that get no adapter, in the form of target_modules."""
     target_parameters: tuple[str, ...] | None = None
     """Parameters that get an adapter, by name suffix: stacks of experts such as
     mlp.experts.gate_up_proj. Each call builds their whole weights, which are kept for backward in
@@ -46,7 +47,7 @@ class AdapterConfig:
     bias: Literal["none", "all", "lora_only"] = "none"
     """Biases that are trained as well: none, all, or those of modules with adapters."""
     use_rslora: bool = False
-    """Scale by lora_alpha / sqrt(r) instead."""
+    """Scale the adapter's output by lora_alpha / sqrt(r) instead."""
     use_dora: bool = False
     """DoRA is not supported: must be false."""
 
@@ -68,6 +69,7 @@ class AdapterConfig:
 
 
 _NAMES = tuple(name for name in AdapterConfig.__dataclass_fields__ if name != "folder")
+"""The keys that PEFT's adapter_config.json and this section share."""
 _OF_NO_EFFECT = {
     *("alora_invocation_tokens", "auto_mapping", "base_model_name_or_path", "inference_mode"),
     *("megatron_core", "peft_type", "peft_version", "qalora_group_size", "revision", "task_type"),
@@ -76,21 +78,21 @@ _OF_NO_EFFECT = {
 
 
 def with_adapter(section: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a `model` section with the base model and keys of the adapter folder that it names.
+    """Return a `model` section with the base model and the keys of its adapter's folder, if any.
 
-    Without an adapter folder it is returned unchanged. If `hf` is an adapter's folder, the base
-    model that its file names takes its place. Raises ValueError for a folder without an adapter or
-    a base model, for an adapter that is not supported, and for keys that contradict the folder.
+    If `hf` is an adapter's folder, it becomes `adapter.folder`, and `hf` the base model that the
+    folder names. Raises ValueError for a folder without an adapter or a base model, for an adapter
+    that is not supported, and for keys that contradict the folder.
     """
     hf, adapter = section["hf"], section.get("adapter") or {}
-    # PEFT also saves adapters into the folder of a model, which then is the model.
+    # PEFT also saves adapters into the folder of a model: with a config.json it is the model.
     if (Path(hf) / ADAPTER_FILE).is_file() and not (Path(hf) / "config.json").is_file():
         base = read_json(Path(hf) / ADAPTER_FILE).get("base_model_name_or_path")
         if not isinstance(base, str) or not (Path(base) / "config.json").is_file():
             raise ValueError(
                 f"model.hf={hf} is an adapter's folder, and base_model_name_or_path="
-                f"{json.dumps(base)} in its {ADAPTER_FILE} is no folder of a model here: name that"
-                f" with model.hf, and this one with model.adapter.folder"
+                f"{json.dumps(base)} in its {ADAPTER_FILE} is no folder of a model here: set"
+                f" model.hf to the base model's folder, and model.adapter.folder={hf}"
             )
         section, adapter = {**section, "hf": base}, {"folder": hf, **adapter}
     if not isinstance(adapter, dict) or not isinstance(folder := adapter.get("folder"), str):
@@ -99,27 +101,27 @@ def with_adapter(section: Mapping[str, Any]) -> dict[str, Any]:
     for key, value in adapter.items():
         if key in found and value != found[key]:
             raise ValueError(
-                f"model.adapter.{key}={json.dumps(value)} is given beside model.adapter.folder="
+                f"model.adapter.{key}={json.dumps(value)} contradicts model.adapter.folder="
                 f"{folder}, which has {json.dumps(found[key])}: leave it out"
             )
     return {**section, "adapter": {**found, **adapter}}
 
 
 def _read(folder: str) -> dict[str, Any]:
-    """Return the keys of `model.adapter` in an adapter's folder.
+    """Return the keys of `model.adapter` that an adapter's folder has.
 
-    Raises ValueError for a folder without them, and for features of PEFT that are not supported.
+    Raises ValueError if the folder has no adapter, or one with unsupported features of PEFT.
     """
     try:
         file = read_json(Path(folder) / ADAPTER_FILE)
     except ValueError as error:
         raise ValueError(f"model.adapter.folder={folder}: {error}") from None
     odd = {name: value for name, value in file.items() if name not in {*_NAMES, *_OF_NO_EFFECT}}
-    # Other initializations, such as pissa, may change the base model's weights.
+    # Other initializations, such as pissa, also change the base model's weights.
     drawn = odd.pop("init_lora_weights", True)
     if drawn not in (True, False, "gaussian"):
         odd["init_lora_weights"] = drawn
-    odd = {name: value for name, value in odd.items() if value}  # null, false, {}: feature is off
+    odd = {name: value for name, value in odd.items() if value}  # null, false or {}: not used
     if file.get("peft_type") != "LORA":
         odd["peft_type"] = file.get("peft_type")
     if odd:
@@ -131,7 +133,7 @@ def _read(folder: str) -> dict[str, Any]:
     found = {name: file[name] for name in _NAMES if name in file}
     if isinstance(alpha := found.get("lora_alpha"), float) and alpha.is_integer():
         found["lora_alpha"] = int(alpha)
-    # PEFT writes these sets in an order that varies: sort them, so that configurations compare.
+    # PEFT writes these sets in any order: sort them, so that equal configurations compare equal.
     for name in ("target_modules", "exclude_modules"):
         if isinstance(found.get(name), list):
             found[name] = sorted(found[name])

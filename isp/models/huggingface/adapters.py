@@ -1,4 +1,4 @@
-"""PEFT adapters on the model of a folder, whose own weights are frozen."""
+"""Put PEFT adapters on the model of a folder, whose base weights are frozen."""
 
 from __future__ import annotations
 
@@ -27,18 +27,19 @@ from isp.utils.limits import limited
 __all__ = ["AdapterWeights", "adapted", "with_trained_adapters"]
 
 _WEIGHTS = "adapter_model.safetensors"
+"""The file of PEFT with an adapter's weights."""
 _MOST_SECONDS = 120.0
-"""Longest time for matching the adapter's patterns and making its modules: a regular expression
-may take forever."""
+"""The most time to match the adapter's patterns and make its modules: some regular expressions
+would take forever."""
 _MOST_BYTES = 2**33
-"""Most memory for matching the adapter's patterns and making its modules."""
+"""The most memory to match the adapter's patterns and make its modules."""
 
 
 def adapted(model: Any, adapter: AdapterConfig, base: str) -> Any:
-    """Return a copy of `model` with adapters, both on the meta device.
+    """Return a copy of `model` with adapters, on the meta device as `model`.
 
-    `base` is the model's folder, which the adapter's configuration names. Raises ValueError for
-    keys that do not fit the model.
+    `base`: the model's folder, which the adapter's configuration names as its base model. Raises
+    ValueError for keys that do not fit the model.
     """
     with parameters_on_meta():
         found = _with_adapters(copy.deepcopy(model), adapter)
@@ -66,11 +67,11 @@ def _with_adapters(model: Any, adapter: AdapterConfig) -> Any:
             # Adapters of another dtype than the base model's would be converted at every call.
             return get_peft_model(model, keys, autocast_adapter_dtype=False)
     except ValueError as error:
-        if str(error).startswith(pattern):  # raised by `limits`, with a text of its own
+        if str(error).startswith(pattern):  # raised by `limits`, whose message says what to do
             raise
         raise ValueError(
             f"{pattern}:"
-            f" {str(error).splitlines()[0]}{_as_meant(adapter.target_modules, linears)} The model's"
+            f" {str(error).splitlines()[0]}{_hint(adapter.target_modules, linears)} The model's"
             f" linear layers: {', '.join(sorted(linears))}"
         ) from None
 
@@ -102,7 +103,10 @@ def with_trained_adapters(
 def _check_same_adapter(
     where: str, there: Mapping[str, tuple[int, ...]], trained: Mapping[str, Tensor]
 ) -> None:
-    """Raise ValueError unless saved weights (`there`) have the names and shapes of `trained`."""
+    """Raise ValueError unless saved weights have the names and shapes of the `trained` ones.
+
+    `there`: the shapes of the saved weights by name; `where`: where they are saved, for the error.
+    """
     own = {name: tuple(parameter.shape) for name, parameter in trained.items()}
     odd = sorted(n for n in {*own, *there} if own.get(n) != there.get(n))
     if odd:
@@ -112,7 +116,7 @@ def _check_same_adapter(
         )
 
 
-def _as_meant(targets: str | Sequence[str] | None, linears: Set[str]) -> str:
+def _hint(targets: str | Sequence[str] | None, linears: Set[str]) -> str:
     """Return a hint for a mistyped `target_modules`; empty without one.
 
     Names of linear layers must be a list, not a text; all-linear must be a text, not a list.
@@ -128,10 +132,11 @@ def _as_meant(targets: str | Sequence[str] | None, linears: Set[str]) -> str:
 
 
 class AdapterWeights:
-    """Initial weights of a model with adapters: the base model's, and the adapters'.
+    """The source of the initial weights of a model with adapters; implements `InitialWeights`.
 
-    The adapters' weights are read from `folder`, or drawn as PEFT initializes them, as a function
-    of the seed and of names. Raises ValueError if the folder has weights of another adapter.
+    Weights of the base model come from its own source. Those of the adapters are read from
+    `folder`, or drawn as PEFT initializes them, from the seed and their names. Raises ValueError if
+    the folder has weights of another adapter.
     """
 
     def __init__(self, model: Any, base: InitialWeights, folder: str | None) -> None:
@@ -147,7 +152,7 @@ class AdapterWeights:
 
     @torch.no_grad()
     def fill(self, model: Any, shards: Sequence[ShardedParameter], seed: int) -> None:
-        """Fill the shards, those of the base model by its own `InitialWeights`."""
+        """Fill the shards of the adapters and of the base model; see `InitialWeights.fill`."""
         own = [s for s in shards if self._is_own(s)]
         rest = [replace(s, name=_base_name(s.name)) for s in shards if not self._is_own(s)]
         self._base.fill(model.get_base_model(), rest, seed)
@@ -157,19 +162,19 @@ class AdapterWeights:
                     whole = file.get_tensor(_saved_name(item.name))
                     item.parameter.copy_(item.layout.shard(whole))
             return
-        begun = _begun(self._model) if own else {}
+        drawn = _drawings_of_adapters(self._model) if own else {}
         for item in own:
             stream = MasterStream(seed, *RowsOf(item.name))
-            item.parameter.copy_(begun[item.name].shard(item.layout, stream))
+            item.parameter.copy_(drawn[item.name].shard(item.layout, stream))
 
     def _is_own(self, item: ShardedParameter) -> bool:
-        """Return whether a parameter belongs to the adapter, even if frozen as in a reference."""
+        """Return whether a parameter belongs to the adapter, trained or frozen."""
         of_file = self._file is not None and item.name in self._trained
         return of_file or ".lora_" in item.name
 
 
-def _begun(model: nn.Module) -> dict[str, Drawing]:
-    """Return how PEFT initializes each parameter of the adapters, by name."""
+def _drawings_of_adapters(model: nn.Module) -> dict[str, Drawing]:
+    """Return by name how PEFT initializes each parameter of the adapters."""
     from peft.tuners.lora import LoraLayer
 
     found: dict[str, Drawing] = {}
@@ -183,7 +188,7 @@ def _begun(model: nn.Module) -> dict[str, Drawing]:
 
 
 def _base_name(name: str) -> str:
-    """Return the name that a parameter has in the base model without adapters."""
+    """Return the name of a parameter in the base model, without the names that PEFT adds."""
     return re.sub(r"(\.base_layer)+\.", ".", name.removeprefix("base_model.model."))
 
 
@@ -193,6 +198,7 @@ def _saved_name(name: str) -> str:
 
 
 def _opened(file: Path) -> Any:
+    """Open a safetensors file; raise ValueError that names the key if it cannot be read."""
     from safetensors import SafetensorError, safe_open
 
     try:

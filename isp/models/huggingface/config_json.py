@@ -1,4 +1,4 @@
-"""A Hugging Face `config.json`: reading it, and checks that isp can run it; needs no torch."""
+"""Read a Hugging Face `config.json`, and check that isp can run its model; needs no torch."""
 
 from __future__ import annotations
 
@@ -32,9 +32,10 @@ _NAMES = {
     "head_dim": ("head_dim",),
     "intermediate_size": ("intermediate_size", "n_inner"),
 }
-"""Keys of the `model` section with the names of transformers for them, most common first."""
+"""By key of the `model` section, its names in config.json files, the most common one first."""
 
 _DROPOUT = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")
+"""The names of attention dropout in config.json files."""
 
 
 def with_sizes(section: Mapping[str, Any], decided: Mapping[str, Any]) -> dict[str, Any]:
@@ -42,15 +43,15 @@ def with_sizes(section: Mapping[str, Any], decided: Mapping[str, Any]) -> dict[s
 
     `decided`: the keys that the folder decides, with their defaults, which apply if neither
     config.json nor its model type has the size. Raises ValueError for a folder without config.json,
-    and for a section in which such a key differs from the folder.
+    and for a section in which one of these keys differs from the folder.
     """
     section = with_adapter(section)
     folder, overrides = section["hf"], section.get("hf_overrides")
     found = folder_sizes(folder, overrides if isinstance(overrides, dict) else None)
     known = {**decided, **found, "hf": folder}
     faults = [
-        f"model.{key}={json.dumps(value)} is given beside model.hf={folder}, whose config.json"
-        f" decides: leave it out, or change it there"
+        f"model.{key}={json.dumps(value)} contradicts model.hf={folder}, whose config.json"
+        f" decides: leave it out, or change config.json"
         for key, value in section.items()
         if key in decided.keys() - {"adapter", "hf_overrides"} and value != known[key]
     ]
@@ -97,7 +98,7 @@ def check_model_folder(
 
 
 def check_model_config(config: Mapping[str, Any], parallel: ParallelConfig) -> None:
-    """Raise ValueError for keys of a `config.json` that would silently give wrong results."""
+    """Raise ValueError for keys of a `config.json` with which results would be silently wrong."""
     kinds = config.get("layer_types") or ()
     chunk = config.get("attention_chunk_size")
     named = config.get("layer_types") is not None or config.get("model_type") == "llama4_text"
@@ -125,7 +126,7 @@ def check_model_config(config: Mapping[str, Any], parallel: ParallelConfig) -> N
 
 
 def beyond_positions(folder: str | None, overrides: Mapping[str, Any] | None, seq_len: int) -> str:
-    """Return a warning if rows are longer than a folder's model was trained on; "" if not."""
+    """Return a warning if rows are longer than those a folder's model was trained on; else ""."""
     if folder is None:
         return ""
     trained = _trained_positions(read_text_config(folder, overrides))
@@ -139,9 +140,9 @@ def beyond_positions(folder: str | None, overrides: Mapping[str, Any] | None, se
 
 
 def _trained_positions(found: Mapping[str, Any]) -> int | None:
-    """Return the longest row that config.json says the model supports, in tokens; None: unknown.
+    """Return the longest row that the model supports by its config.json, in tokens; None: unknown.
 
-    Scaled rotary positions extend it by their factor.
+    Scaled rotary positions extend the row by their factor.
     """
     context: int | None = found.get("max_position_embeddings", found.get("n_positions"))
     if context is None:
@@ -196,19 +197,25 @@ def read_text_config(folder: str, overrides: Mapping[str, Any] | None = None) ->
 
 
 def _defaults_of_type(folder: str) -> dict[str, Any]:
-    """Return the configuration with transformers' defaults for absent keys; empty if unreadable."""
+    """Return a folder's configuration with transformers' defaults for the keys it leaves out.
+
+    Empty if transformers cannot read the folder.
+    """
     try:
         from isp.models.huggingface.make import folder_config  # loads torch
 
         config = folder_config(folder)
-    except (ImportError, OSError, ValueError, KeyError):  # refused where the model is made
+    except (ImportError, OSError, ValueError, KeyError):  # making the model raises an error later
         return {}
     found: dict[str, Any] = config.get_text_config(decoder=True).to_dict()
     return found
 
 
 def _rope_kinds(config: Mapping[str, Any]) -> Iterator[tuple[str, Any, bool]]:
-    """Yield each type of rotary positions: its key, the type, and whether it is for some layers."""
+    """Yield each type of rotary positions in a config.json, as a tuple of three.
+
+    These are the key, the type, and True if the type is for one kind of layers only.
+    """
     for name in ("rope_scaling", "rope_parameters"):
         found = config.get(name)
         if isinstance(found, dict):

@@ -1,9 +1,9 @@
-"""PEFT adapters on stacks of experts (`target_parameters`): each expert computes with W + B A.
+"""Run PEFT adapters on stacks of experts (`target_parameters`), which compute with W + B A.
 
-PEFT replaces W by W + B A around a call, for which a rank would need the whole W. Here the call
-passes the factors on, and their product is added where the experts read their gathered weights.
-All ranks hold the factors of all experts; with expert parallelism a rank reads those of its own
-experts, and the gradients are summed.
+PEFT replaces W by W + B A around a call, for which a rank would need the whole W. Here the adapter
+passes the factors B and A to the experts, which add their product to the weights after these are
+gathered. All ranks have the factors of all experts. With expert parallelism a rank reads the
+factors of its own experts, and gradients are summed over ranks.
 
 E experts, r rank of an adapter
 """
@@ -19,10 +19,10 @@ from torch import Tensor, nn
 from isp.core.torch_private import reparametrized
 from isp.models.roles import holds_experts
 
-__all__ = ["hand_on_factors"]
+__all__ = ["pass_factors"]
 
 
-def hand_on_factors(model: nn.Module) -> None:
+def pass_factors(model: nn.Module) -> None:
     """Make PEFT's adapters in `model` pass their factors to the experts, in place.
 
     Raises ValueError for an adapter on a parameter that is not a stack of experts.
@@ -30,7 +30,7 @@ def hand_on_factors(model: nn.Module) -> None:
     from peft.tuners.lora.layer import ParamWrapper
 
     for name, module in model.named_modules():
-        if not isinstance(module, ParamWrapper) or hasattr(type(module), "hands_on_factors"):
+        if not isinstance(module, ParamWrapper) or hasattr(type(module), "passes_factors"):
             continue
         experts: Any = module.get_base_layer()
         if not holds_experts(experts) or module.get_param().dim() != 3:
@@ -38,32 +38,39 @@ def hand_on_factors(model: nn.Module) -> None:
                 f"target_parameters adapts {module.parameter_name} of {name}, which is not a stack"
                 f" of experts: use target_modules for linear layers"
             )
-        module.__class__ = _handing_on(type(module))
+        module.__class__ = _passing_factors(type(module))
         kind: Any = type(experts)
-        experts.__class__ = kind if hasattr(kind, "takes_factors") else _taking(kind)
+        # Two adapters on one module of experts share it: replace its class once.
+        experts.__class__ = kind if hasattr(kind, "takes_factors") else _taking_factors(kind)
 
 
 @cache
-def _handing_on(kind: Any) -> Any:
-    """Return a subclass of PEFT's `kind` whose forward passes its factors to the wrapped module."""
+def _passing_factors(kind: Any) -> Any:
+    """Return a subclass of PEFT's `kind` whose forward passes its factors to the base layer.
+
+    The base layer is the experts, or another such adapter around them.
+    """
 
     def forward(self: Any, *args: Any, factors: Any = None, **kwargs: Any) -> Any:
         own = dict[str, tuple[Tensor, Tensor]](factors or {})
         names = () if self.disable_adapters or self.merged else self.active_adapters
         here = [name for name in names if name in self.lora_A]
-        # [E, .., r] and [E, r, ..]; several adapters act as one whose rank is the sum of theirs.
+        # left [E, .., r] and right [E, r, ..]. Concatenated along r, several adapters act as one.
         if here:
             left, right, scales = zip(*map(self.get_delta_factors, here), strict=True)
             left = tuple(x * scale for x, scale in zip(left, scales, strict=True))
             own[self.parameter_name] = torch.cat(left, -1), torch.cat(right, 1)
         return self.base_layer(*args, factors=own, **kwargs)
 
-    return type(kind.__name__, (kind,), {"forward": forward, "hands_on_factors": True})
+    return type(kind.__name__, (kind,), {"forward": forward, "passes_factors": True})
 
 
 @cache
-def _taking(kind: Any) -> Any:
-    """Return a subclass of `kind` whose forward adds the products of factors to its weights."""
+def _taking_factors(kind: Any) -> Any:
+    """Return a subclass of experts `kind` whose forward adds the factors' products to its weights.
+
+    `factors`: by name of a stack, the factors B and A of the adapters on it.
+    """
 
     def forward(self: Any, *args: Any, factors: Any = None, **kwargs: Any) -> Any:
         changed = {

@@ -1,8 +1,7 @@
-"""Initial weights as a model's own code draws them, on each rank for its shard only.
+"""Draw initial weights as a model's own code does, on each rank only for its shard.
 
-[Note: Drawn by tiles] The model's initialization runs once on meta parameters, and the operators
-that it applies to each are recorded. If they only draw, fill and compute element by element, as in
-nearly all models, they are replayed on the tiles of a shard [Note: Tiles].
+The operators of the model's initialization are recorded on meta parameters and repeated on the
+tiles of a shard. See [Note: Drawn by tiles] in docs/design/notes/models.md.
 """
 
 from __future__ import annotations
@@ -39,13 +38,17 @@ _ARITHMETIC = (
 _IN_PLACE = (*_RANDOM, *_FILLS, *_ARITHMETIC)
 """In-place operators that act element by element, with numbers as their other arguments."""
 _VIEWS = (_aten.detach.default, _aten.alias.default, _aten.select.int)
+"""Operators that return a view of a parameter and change nothing."""
 
 
 class InitialWeights(Protocol):
     """A source of a model's initial weights."""
 
     def fill(self, model: nn.Module, shards: Sequence[ShardedParameter], seed: int) -> None:
-        """Fill a rank's shards of the parameters of `model`, and the buffers that are saved."""
+        """Fill a rank's `shards` of the parameters of `model`, and the model's saved buffers.
+
+        The values depend on `seed`, unless they come from files.
+        """
 
 
 @dataclass(eq=False)
@@ -53,19 +56,19 @@ class Drawing:
     """The recorded initialization of one parameter."""
 
     calls: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = field(default_factory=list)
-    """Operators on the whole parameter, with their further arguments."""
+    """The operators on the whole parameter, in order, with their other arguments."""
     rows: dict[int, float] = field(default_factory=dict)
-    """Fill values of rows that are set after `calls`, such as the padding row, by row."""
+    """By index of a row that is filled after `calls`, such as the padding row, its value."""
     known: bool = True
     """True if `calls` and `rows` are the whole initialization; False if it did anything else."""
 
     def shard(self, layout: ParameterLayout, stream: MasterStream) -> Tensor:
-        """Return a rank's shard, float32 on CPU, drawn from `stream`."""
+        """Return a rank's shard in float32 on the CPU, with random numbers from `stream`."""
         found = stream.drawn(layout, self._fill)
-        if not self.calls:  # never initialized: NaN shows in the first loss
+        if not self.calls:  # never initialized: NaN is noticed, any other value would not be
             found.fill_(torch.nan)
         for row, value in self.rows.items():
-            begin = 0  # row of the shard at which the interval starts
+            begin = 0  # the row of the shard at which the interval begins
             for start, stop in layout.intervals() if layout.dim == 0 else ((0, len(found)),):
                 if start <= row < stop:
                     found[begin + row - start] = value
@@ -73,24 +76,30 @@ class Drawing:
         return found
 
     def _fill(self, tile: Tensor, generator: torch.Generator) -> None:
+        """Repeat `calls` on a tile of the parameter, with random numbers from `generator`."""
         for func, args, kwargs in self.calls:
             own = {**kwargs, "generator": generator} if func in _RANDOM else kwargs
             func(tile, *args, **own)
 
 
-def drawings(parameters: Mapping[str, Tensor], begin: Callable[[], None]) -> dict[str, Drawing]:
-    """Record what `begin` does to each of these parameters on the meta device, by name."""
-    noted = _Noted(parameters)
+def drawings(
+    parameters: Mapping[str, Tensor], initialize: Callable[[], None]
+) -> dict[str, Drawing]:
+    """Return by name what the function `initialize` does to each of the parameters, on meta."""
+    recorder = _Recorder(parameters)
     try:
-        with noted, torch.no_grad():
-            begin()
-    except (RuntimeError, NotImplementedError):  # it reads values, which meta tensors lack
-        for drawing in noted.found.values():
+        with recorder, torch.no_grad():
+            initialize()
+    except (
+        RuntimeError,
+        NotImplementedError,
+    ):  # `initialize` reads values, which meta tensors lack
+        for drawing in recorder.found.values():
             drawing.known = False
-    return noted.found
+    return recorder.found
 
 
-class _Noted(TorchDispatchMode):
+class _Recorder(TorchDispatchMode):
     """A dispatch mode that records operators on parameters in `found`."""
 
     def __init__(self, parameters: Mapping[str, Tensor]) -> None:
@@ -105,7 +114,7 @@ class _Noted(TorchDispatchMode):
         names = {self._names[memory_of(x)] for x in tensors if memory_of(x) in self._names}
         if names and func not in _VIEWS:
             for name in names:
-                # With a second tensor, values come from elsewhere: replaying needs numbers only.
+                # An operator with a second tensor cannot be repeated on a tile of this parameter.
                 if len(tensors) > 1 or not self._note(name, func, args, kwargs):
                     self.found[name].known = False
         # In-place operators on meta tensors do nothing, slowly: skip them.
@@ -113,13 +122,13 @@ class _Noted(TorchDispatchMode):
         return args[0] if is_noop else func(*args, **kwargs)
 
     def _note(self, name: str, func: Any, args: Any, kwargs: Any) -> bool:
-        """Record an operator on a parameter or one of its rows; return whether it is understood."""
+        """Record an operator on a parameter or on one row of it; return whether it is supported."""
         drawing, shape, (x, *others) = self.found[name], self._shapes[name], args
         if x.shape == shape and func in _IN_PLACE:
-            if func not in _ARITHMETIC:  # a draw or fill overwrites whatever came before
+            if func not in _ARITHMETIC:  # a draw or fill overwrites all earlier values
                 drawing.calls, drawing.rows = [], {}
             drawing.calls.append((func, tuple(others), kwargs))
-            return not drawing.rows  # arithmetic after a row's fill would change the row, too
+            return not drawing.rows  # unsupported: arithmetic that changes rows filled before
         if x.shape == shape[1:] and x.is_contiguous() and func in _FILLS:
             row = x.storage_offset() // max(1, x.numel())
             drawing.rows[row] = float(others[0]) if others else 0.0

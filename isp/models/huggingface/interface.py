@@ -1,4 +1,4 @@
-"""`ModelInterface`, the interface to a model: how to call it, and how its attention calls isp.
+"""`ModelInterface`: how isp calls a kind of model, and how the model's attention calls isp.
 
 B batch, S' tokens of this rank, H heads, K KV heads, d head size, V logits of a token
 """
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from isp.core.attention.api import AttentionOptions
 from isp.core.mixers.api import current_mixers
-from isp.models.huggingface.expert_adapters import hand_on_factors
+from isp.models.huggingface.expert_adapters import pass_factors
 from isp.models.huggingface.patches.attention import check_dropout
 from isp.models.huggingface.patches.calls import use_registered_mixers, wrap_free_functions
 from isp.models.huggingface.patches.indexers import chosen_by
@@ -31,41 +31,43 @@ __all__ = [
 ]
 
 _COUNTS = "create_position_ids_from_input_ids"
+"""A method of transformers' embeddings that count positions from the padding index."""
 _WARNING = "warn_if_padding_and_no_attention_mask"
+"""A method of transformers' models that reads the tokens to warn of padding."""
 
 
 class RouterCoefficients(NamedTuple):
-    """The coefficients of the router losses, and the rate of bias updates; 0 turns each off."""
+    """The coefficients of the router losses, and the rate of bias updates; 0 turns one off."""
 
     aux: float = 0.0
-    """Coefficient of the load-balancing loss, num_experts * sum(f * p)."""
+    """The coefficient of the load-balancing loss, num_experts * sum(f * p)."""
     z: float = 0.0
-    """Coefficient of the z-loss: the mean square of the logits' log-sum-exp over layers, tokens."""
+    """The coefficient of the z-loss: the mean over blocks and tokens of logsumexp(logits)^2."""
     bias_rate: float = 0.0
-    """Change per step of the biases by which routers choose experts: see `load_balance`."""
+    """The change per step of the biases by which routers choose experts; see `ExpertLoad`."""
 
     @property
     def of_losses(self) -> bool:
-        """Return whether there are router losses."""
+        """True if one of the router losses is on."""
         return bool(self.aux or self.z)
 
 
 class LogitsOf(Enum):
-    """The meaning of a model's logits."""
+    """What a model's logits are for."""
 
     VOCABULARY = auto()
-    """Logits of the next token."""
+    """The next token."""
     TOKEN_LABELS = auto()
-    """Logits of each token's labels, by a head for token classification."""
+    """A label of each token, by a head for token classification."""
     ROW_LABELS = auto()
-    """Logits of a row's labels, by a head for sequence classification that reads the last token."""
+    """A label of each row, by a head for sequence classification that reads the last token."""
 
 
 class ModelInterface:
-    """The interface to a module called as `model(ids, positions)`; without state.
+    """The interface to a plain module, called as `model(ids, positions)`; it has no state.
 
     The module may have a tensor-parallel plan `tp_plan` in the format of transformers, and a
-    `config_json`. Attention is computed by the mixers that `mix_by` has set.
+    `config_json`. The mixers that `mix_by` has set compute its attention.
     """
 
     def connect(self, model: nn.Module) -> None:
@@ -79,7 +81,7 @@ class ModelInterface:
         return logits
 
     def logits_of(self, model: nn.Module) -> LogitsOf:
-        """Return the meaning of the logits; `forward` returns those of all tokens in any case."""
+        """Return what the logits are for; `forward` returns those of all tokens in any case."""
         return LogitsOf.VOCABULARY
 
     def first_position(self, model: nn.Module) -> int:
@@ -87,7 +89,7 @@ class ModelInterface:
         return 0
 
     def without_values(self, model: nn.Module) -> nn.Module:
-        """Change `model`, on the meta device, so that its code reads no values, and return it."""
+        """Return `model`, which is on meta, changed in place so that its code reads no values."""
         return model
 
     def config(self, model: nn.Module) -> dict[str, Any]:
@@ -96,21 +98,25 @@ class ModelInterface:
         return found
 
     def tensor_styles(self, model: nn.Module) -> dict[str, str]:
-        """Return the tensor-parallel plan, by module name with `*` for a number; empty if none."""
+        """Return the model's tensor-parallel plan: styles by module name, with `*` for a number.
+
+        Empty if the model has none.
+        """
         plan: dict[str, str] = getattr(model, "tp_plan", None) or {}
         return plan
 
     def length_limits(self, model: nn.Module) -> dict[nn.Module, int]:
-        """Return modules that compute differently on longer rows, each with its longest usual row.
+        """Return rotary modules that compute otherwise in long rows, each with its limit in tokens.
 
-        They are called with x and positions.
+        They are called with x and positions; see `by_document`.
         """
         return {}
 
     def most_tokens(self, model: nn.Module) -> int | None:
-        """Return the row length from which results are wrong, for `check_row`; None: no limit.
+        """Return the row length from which on results are wrong, for `check_row`; None: no limit.
 
-        For models that count the tokens of their input themselves, which are a rank's only.
+        Some models count the tokens of their input, which are only a part of the row on a rank, and
+        change results from some number on.
         """
         return None
 
@@ -119,26 +125,26 @@ class ModelInterface:
         return RouterCoefficients()
 
     def published(self, model: nn.Module, weights: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Return a block's full weights as its files have them: their names, and their pieces."""
+        """Return a block's whole `weights` with the names and tensors of the model's files."""
         return weights
 
 
 class _Scored(Exception):
-    """Ends a forward once the logits of all tokens are computed."""
+    """An exception that ends a forward when the logits of all tokens are computed."""
 
 
 class HuggingFace(ModelInterface):
-    """The interface to a model of transformers, by the registry of attention functions there.
+    """The interface to a model of transformers, through its registry of attention functions.
 
-    All models use the name "isp" in that registry. The registry of masks has no such name, so that
-    transformers never makes a mask of S x S.
+    All models use the function with the name "isp" in that registry. The registry of masks does not
+    have this name, so transformers never makes a mask of S x S.
     """
 
     def connect(self, model: Any) -> None:
         """Replace the model's attention and mixers by calls of isp, in place.
 
-        Raises ValueError if gradient checkpointing is on, or attention does not go through the
-        attention interface of transformers.
+        Raises ValueError if gradient checkpointing is on, or if the model does not call attention
+        through transformers' attention interface.
         """
         if any(getattr(module, "gradient_checkpointing", False) for module in model.modules()):
             raise ValueError(
@@ -151,13 +157,14 @@ class HuggingFace(ModelInterface):
         warn_of_version(__version__)
         ALL_ATTENTION_FUNCTIONS.register("isp", _attention_function)
         if hasattr(model, "peft_config"):
-            hand_on_factors(model)
+            pass_factors(model)
         text = model.config.get_text_config(decoder=True)
         registered = use_registered_mixers(model)
         if registered and not model._can_set_attn_implementation():
-            text._attn_implementation = "isp"  # read where masks are made, not by its modules
+            # Its attention is replaced already; only the code that makes masks reads this.
+            text._attn_implementation = "isp"
         else:
-            # The whole model's configuration and the text model's; other parts keep theirs.
+            # Set it for the whole model ("") and its text model; a vision tower keeps its own.
             parts = (n for n in model.config.sub_configs if getattr(model.config, n) is text)
             model.set_attn_implementation(dict.fromkeys(["", *parts], "isp"))
         if text._attn_implementation != "isp":
@@ -167,19 +174,19 @@ class HuggingFace(ModelInterface):
             )
         wrap_free_functions(model)
         give_positions(model)
-        # transformers reads the tokens to warn of padding, which would make the host wait; there is
-        # no padding.
+        # This warning reads token values, so the host would wait for the device in each forward.
+        # isp has no padding to warn of.
         for part in model.modules():
             if hasattr(part, _WARNING):
                 setattr(part, _WARNING, lambda *_: None)
 
     def forward(self, model: Any, ids: Tensor, positions: Tensor) -> Tensor:
         first = self.first_position(model)
-        with at_positions(positions):  # isp's own count, for code that asks for positions
+        with at_positions(positions):  # these count from 0, whatever the model counts from
             own = positions + first if first else positions
             with self._ended_by_score(model) as logits:
                 more = {}
-                if _adds_router_losses(model):  # they would be of this rank's tokens only
+                if _adds_router_losses(model):  # the model would compute them on this rank's tokens
                     more = {"output_router_logits": False}
                 output = model(input_ids=ids, position_ids=own, use_cache=False, **more)
                 logits.append(output.logits)
@@ -193,10 +200,10 @@ class HuggingFace(ModelInterface):
 
     @contextmanager
     def _ended_by_score(self, model: Any) -> Iterator[list[Tensor]]:
-        """End the forward in this context at `score`, and put the logits of all tokens in the list.
+        """End the forward in this context after the head `score`; put all logits in the list.
 
-        Only for sequence classification, whose forward goes on to pick one token of each row; other
-        models run unchanged. Raises ValueError for one without a linear layer `score`.
+        Only for sequence classification, whose forward would go on to pick one token of each row;
+        other models run unchanged. Raises ValueError for a classifier without `score`.
         """
         logits: list[Tensor] = []
         if self.logits_of(model) is not LogitsOf.ROW_LABELS:
@@ -227,19 +234,20 @@ class HuggingFace(ModelInterface):
         return RouterCoefficients(float(getattr(config, "router_aux_loss_coef", 0.0)))
 
     def first_position(self, model: Any) -> int:
-        for module in model.modules():  # RoBERTa and its relatives count from padding_idx + 1
+        for module in model.modules():  # RoBERTa and models like it count from padding_idx + 1
             if hasattr(module, _COUNTS) and hasattr(module, "position_embeddings"):
                 return int(module.padding_idx) + 1
         return 0
 
     def without_values(self, model: Any) -> Any:
-        for part in model.modules():  # some types of rotary positions read the largest position
+        # Some types of rotary positions read the largest position, which has no value on meta.
+        for part in model.modules():
             if isinstance(getattr(part, "rope_type", None), str):
                 part.rope_type = "default"
                 rope = getattr(model.config, "rope_parameters", None) or {}
                 rope |= {"rope_type": "default"} if "rope_type" in rope else {}
-        # The eager implementation reads which tokens an expert has. Models without experts, or with
-        # a single implementation, raise.
+        # The eager implementation of experts reads which tokens an expert has. This call raises for
+        # models without experts, or with a single implementation.
         with suppress(ValueError, RuntimeError):
             model.set_experts_implementation("grouped_mm")
         return model
@@ -272,14 +280,14 @@ class HuggingFace(ModelInterface):
 
 
 def interface_of(model: nn.Module) -> ModelInterface:
-    """Return the interface to this model."""
+    """Return the interface to a model: that of transformers' models, or that of plain modules."""
     return HuggingFace() if hasattr(model, "set_attn_implementation") else ModelInterface()
 
 
 _PLANLESS = frozenset(
     ["afmoe", "flint", "gpt_oss", "granitemoe", "granitemoeshared", "hunyuan_v1_moe", "phimoe"]
 )
-"""Model types whose plan in transformers leaves out attention, though its layout is the usual."""
+"""Model types whose plan in transformers leaves out attention, although it has the usual names."""
 
 _ATTENTION_PLAN = {
     "model.layers.*.self_attn.q_proj": "colwise",
@@ -289,10 +297,11 @@ _ATTENTION_PLAN = {
     "model.layers.*.self_attn.sinks": "colwise",
     "model.layers.*.self_attn.o_proj": "rowwise",
 }
+"""The attention part of the plan, for the types in `_PLANLESS`."""
 
 
 def check_row(most: int | None, tokens: int) -> None:
-    """Raise ValueError if rows have `most` tokens or more, the value of `most_tokens`."""
+    """Raise ValueError if rows of `tokens` tokens reach `most`, the result of `most_tokens`."""
     if most is not None and tokens >= most:
         raise ValueError(
             f"attn_temperature_tuning in the model's configuration counts only the tokens of one"
@@ -302,12 +311,13 @@ def check_row(most: int | None, tokens: int) -> None:
 
 
 def _adds_router_losses(model: Any) -> bool:
+    """Return whether the model's configuration turns on its own router losses."""
     configs = (model.config, model.config.get_text_config(decoder=True))
     return any(getattr(config, "output_router_logits", False) for config in configs)
 
 
 _BIASES = ("position_bias", "indices", "block_indices")
-"""Arguments with which a few models restrict or bias attention."""
+"""The arguments with which a few models restrict or bias attention."""
 
 
 def _attention_function(
@@ -325,7 +335,7 @@ def _attention_function(
     is_causal: bool | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """Compute attention as transformers calls it, by the current mixers.
+    """Compute attention with the current mixers, with the signature of transformers' functions.
 
     query [B, H, S', d], key [B, K, S', d], value [B, K, S', ..] -> ([B, S', H, ..], None).
     Raises ValueError for arguments that isp does not support, RuntimeError outside of a forward
@@ -343,10 +353,11 @@ def _attention_function(
     if mixers is None:
         raise RuntimeError(
             f"{type(module).__name__} was called outside of a forward that isp runs: call a"
-            f" parallelised model through the run's `loss` only"
+            f" parallelized model through the run's `loss` only"
         )
     causal = is_causal
-    if causal is None:  # BigBird-Pegasus' decoder says is_causal=False, though it is causal
+    # BigBird-Pegasus' decoder has is_causal=False, although it is causal: is_decoder decides.
+    if causal is None:
         causal = getattr(module, "is_causal", True) or getattr(module, "is_decoder", False)
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     chunk, window = _chunk(module), sliding_window or _window(module)
@@ -355,23 +366,23 @@ def _attention_function(
 
 
 def _chunk(module: Any) -> int | None:
-    """Return the chunk size of a layer with chunked attention, in tokens; None for others.
+    """Return the chunk size of a layer with chunked attention, in tokens; None for other layers.
 
-    transformers passes it to its masks only.
+    transformers gives it to masks only, not to attention, so read the configuration.
     """
     return module.config.attention_chunk_size if _is_of(module, "chunked_attention") else None
 
 
 def _window(module: Any) -> int | None:
-    """Return the window of a layer that passes none, though its kind has one.
+    """Return the window of a sliding layer in tokens, from the configuration; None: no window.
 
-    In transformers these are the layers of Qwen2-MoE, which leave it to the mask.
+    Layers of Qwen2-MoE do not pass their window to attention, only to the mask.
     """
     return module.config.sliding_window if _is_of(module, "sliding_attention") else None
 
 
 def _is_of(module: Any, kind: str) -> bool:
-    """Return whether `layer_types` in the configuration has `kind` for the module's layer."""
+    """Return whether the configuration's `layer_types` has `kind` for the module's layer."""
     kinds = getattr(module.config, "layer_types", None) or ()
-    index = getattr(module, "layer_idx", None)  # attention outside of the layers has none
+    index = getattr(module, "layer_idx", None)  # None: attention outside of the layers
     return index is not None and list(kinds[index : index + 1]) == [kind]

@@ -1,7 +1,8 @@
-"""Construction of transformers models from their configuration, without weights.
+"""Make transformers models from their configuration, without weights.
 
-A vision-language model is made whole, since the names and conversions of its files are for all of
-it. The modules that a forward of tokens alone does not call, tower and projector, are then removed.
+A vision-language model is made with all of its parts, because the names and conversions of its
+files are those of the whole model. Then the modules that a forward of text does not call are
+removed: vision tower and projector.
 """
 
 from __future__ import annotations
@@ -20,24 +21,26 @@ from isp.utils.limits import limited
 
 __all__ = [
     "folder_config",
+    "is_vision_language",
     "limited_model",
-    "made",
-    "sees",
+    "new_model",
     "take_out_tower",
     "without_implementations",
 ]
 
 _CONFIG_SECONDS, _CONFIG_BYTES = 60.0, 2**30
-"""Limits for reading a config.json: some types make a list with an entry for each layer."""
+"""Limits for reading a config.json: some types make a list with an entry for each layer, whose
+number comes from the file."""
 _GPU_ADDRESSES = 2**46
-"""Bytes of address space that a GPU driver may reserve, should a library start it meanwhile."""
+"""The limit in bytes of address space on a machine with a GPU: a library may start the GPU driver,
+which reserves much of it."""
 _MODEL_SECONDS, _MODEL_BYTES = 1200.0, 2**35
 """Limits for making and tracing a model: its modules, buffers such as tables of angles, and the
-activations of the probe's backward (4 GB for 70B parameters). The memory limit is also at most half
-of the machine's memory."""
+activations of the probe's backward (4 GB for 70B parameters). `limited_model` also limits memory to
+half of the machine's memory."""
 
 
-def sees(config: Any) -> bool:
+def is_vision_language(config: Any) -> bool:
     """Return whether a configuration is that of a vision-language model."""
     from transformers import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 
@@ -64,12 +67,12 @@ def folder_config(folder: str | Path) -> Any:
 
 @contextmanager
 def limited_model(folder: str) -> Iterator[None]:
-    """Limit time and memory in this context, which makes the model of a folder without weights.
+    """Limit time and memory in this context, in which a folder's model is made without weights.
 
-    The sizes in its config.json may ask for any amount.
+    Without limits, sizes in a damaged or hostile config.json could use up the machine.
     """
-    # A parameter is allocated, though not written, before it moves to the meta device: limit
-    # address space by all memory, and memory by half.
+    # A parameter is allocated, though not written, before it moves to the meta device. So address
+    # space may be as large as the machine's memory, and memory half of that.
     physical = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     addresses = max(physical, 2**36)
     if torch.cuda.is_available():
@@ -86,9 +89,9 @@ def limited_model(folder: str) -> Iterator[None]:
 def without_implementations(config: Any) -> Any:
     """Reset the implementations of attention and experts in `config` and its parts, in place.
 
-    transformers then chooses them. A folder may name a kernel of the hub
-    (`_attn_implementation: OWNER/NAME@COMMIT`), which transformers would download and run when it
-    makes the model.
+    transformers then chooses implementations itself. Without this, a folder could name a kernel on
+    the hub (`_attn_implementation: OWNER/NAME@COMMIT`), which transformers would download and run
+    when it makes the model.
     """
     from transformers import PretrainedConfig
 
@@ -100,15 +103,15 @@ def without_implementations(config: Any) -> Any:
     return config
 
 
-def made(config: Any, dtype: torch.dtype | None = None) -> Any:
-    """Return a new model of a configuration, with all parts; run no code of a folder."""
+def new_model(config: Any, dtype: torch.dtype | None = None) -> Any:
+    """Make the model of a configuration, with all parts; run no code of the model's folder."""
     from transformers import (
         AutoModelForCausalLM,
         AutoModelForImageTextToText,
         AutoModelForSequenceClassification,
     )
 
-    kind: Any = AutoModelForImageTextToText if sees(config) else AutoModelForCausalLM
+    kind: Any = AutoModelForImageTextToText if is_vision_language(config) else AutoModelForCausalLM
     if any(name.endswith("ForSequenceClassification") for name in config.architectures or ()):
         kind = AutoModelForSequenceClassification
     config = without_implementations(config)
@@ -116,23 +119,23 @@ def made(config: Any, dtype: torch.dtype | None = None) -> Any:
 
 
 def take_out_tower(model: Any) -> tuple[str, ...]:
-    """Remove all modules of a vision-language model that text does not use, in place.
+    """Remove from a vision-language model, in place, the modules that text does not use.
 
-    Returns the names of the removed modules; none for another model.
+    Returns the names of the removed modules; for any other model, none.
     """
     config = getattr(model, "config", None)
-    if config is None or not sees(config):
+    if config is None or not is_vision_language(config):
         return ()
     read = {model.get_decoder(), model.get_input_embeddings(), model.get_output_embeddings()}
     return tuple(_take_out(model, "", read - {None}))
 
 
 def _take_out(module: nn.Module, prefix: str, read: set[Any]) -> Iterator[str]:
-    """Remove submodules with parameters outside of the modules in `read`, and yield their names."""
+    """Remove submodules that have parameters and are not in `read`; yield their names."""
     for local, child in list(module.named_children()):
         if child in read:
             continue
-        if read & set(child.modules()):  # it contains one: keep it, and look inside
+        if read & set(child.modules()):  # contains a module of `read`: keep it, and look inside
             yield from _take_out(child, f"{prefix}{local}.", read)
         elif any(True for _ in child.parameters()):
             setattr(module, local, None)

@@ -1,6 +1,6 @@
-"""`model.hf_overrides`: other values for keys of a folder's config.json.
+"""Merge `model.hf_overrides`, new values for keys of a folder's config.json, into what is read.
 
-The folder is not changed. Only this module merges the overrides into what is read from it.
+The folder is not changed. All code that reads the config.json with overrides calls this module.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from isp.models.huggingface.make import folder_config, made, without_implementations
+from isp.models.huggingface.make import folder_config, new_model, without_implementations
 from isp.models.meta import parameters_on_meta
 from isp.utils.files import read_json
 from isp.utils.text import first_line, nearest
@@ -22,6 +22,7 @@ from isp.utils.text import first_line, nearest
 __all__ = ["OverrideError", "check_overrides", "overridden_config", "overridden_json"]
 
 _ROPE, _EARLIER_ROPE = "rope_parameters", "rope_scaling"
+"""The key of rotary positions in config.json, now and before transformers 5."""
 _ORIGINAL = "original_max_position_embeddings"
 _FIXED = {"architectures", "auto_map", "dtype", "model_type", "quantization_config"}
 _FIXED |= {"torch_dtype", "transformers_version"}
@@ -33,22 +34,23 @@ _WINDOWS = {"sliding_window", "use_sliding_window", "max_window_layers", "layer_
 
 
 class OverrideError(ValueError):
-    """An override that does not fit the folder; the text has key, value and what to do."""
+    """The error for an override that does not fit the folder, with key, value and what to do."""
 
 
 def overridden_config(folder: str | Path, overrides: Mapping[str, Any] | None) -> Any:
-    """Return a folder's configuration as transformers' class, with `overrides` if any.
+    """Return a folder's configuration as an object of transformers, with `overrides` if any.
 
-    Raises OverrideError for overrides that do not fit it, and the errors of `folder_config`.
+    Raises OverrideError for overrides that do not fit the folder, and the errors of
+    `folder_config`.
     """
     return _overridden(folder, overrides)[0] if overrides else folder_config(folder)
 
 
 def overridden_json(folder: str | Path, overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the config.json of a folder with `model.hf_overrides` merged in.
+    """Return the config.json of a folder as a dict, with `model.hf_overrides` merged in.
 
-    Raises OverrideError for overrides that do not fit it, and ValueError for a folder that
-    transformers does not read.
+    Raises OverrideError for overrides that do not fit the folder, and ValueError for a folder that
+    transformers cannot read.
     """
     try:
         return _overridden(folder, overrides)[1]
@@ -66,7 +68,7 @@ def check_overrides(folder: str | Path, overrides: Mapping[str, Any]) -> None:
     before = _shapes(folder_config(folder))
     if _shapes(overridden_config(folder, overrides)) == before:
         return
-    for key, value in overrides.items():  # one of them may be the cause
+    for key, value in overrides.items():  # try each key alone, to name the cause
         after = _shapes(overridden_config(folder, {key: value}))
         for name in {**before, **after}:
             there, here = before.get(name, "absent"), after.get(name, "absent")
@@ -82,16 +84,16 @@ def check_overrides(folder: str | Path, overrides: Mapping[str, Any]) -> None:
 
 
 def _shapes(config: Any) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of a model's parameters by name; tied ones under their first name."""
+    """Return by name the shapes of a model's parameters, of a tied one by its first name."""
     with parameters_on_meta():
-        model = made(config)
+        model = new_model(config)
     return {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
 
 
 def _overridden(folder: str | Path, overrides: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
     """Return a folder's configuration object and its config.json, both with `overrides`.
 
-    Raises OverrideError if they do not fit or have no effect.
+    Raises OverrideError if overrides do not fit or have no effect.
     """
     config, found = folder_config(folder), read_json(Path(folder) / "config.json")
     shown = f"model.hf_overrides={json.dumps(overrides)}"
@@ -102,33 +104,34 @@ def _overridden(folder: str | Path, overrides: Mapping[str, Any]) -> tuple[Any, 
             raise OverrideError(
                 f"{shown} is not supported for {type(config).__name__}: change {folder}/config.json"
             )
-        # A file may have the keys of its text model at the top: they are in no section there.
+        # A file without a section for its text model has these keys at the top: make the section.
         section = found[named[0]] = found.get(named[0]) or text.to_dict()
     names = {key: _known_name(text, key, value) for key, value in overrides.items()}
     # Only the outer configuration decides whether the head is tied: this key would do nothing.
     if text is not config and "tie_word_embeddings" in names:
         raise OverrideError(
-            f"{shown}: tie_word_embeddings is of the whole model, not of its text model: change"
-            f" {folder}/config.json"
+            f"{shown}: tie_word_embeddings is a key of the whole model, not of its text model:"
+            f" change {folder}/config.json"
         )
     for key, value in overrides.items():
         if (name := names[key]) != _ROPE:
-            # If the file uses an alias of the key, drop it: of two values, one would be ignored.
+            # Drop aliases of the key from the file's values: transformers would ignore one of two.
             for alias, of_class in text.attribute_map.items():
                 if of_class == name:
                     section.pop(alias, None)
             section[name] = _merged(section.get(name), value)
-    # A longer context alone would change positions, too: some types derive the scale from it.
+    # Also with a longer context only: some rotary types compute their scale from it, so the
+    # original context must be written down, see `_with_rope_of_one`.
     if _ROPE in names.values() or "max_position_embeddings" in names.values():
         section[_ROPE] = _with_rope(text, overrides)
-        section.pop(_EARLIER_ROPE, None)  # transformers would prefer it
-        section.pop("rope_theta", None)  # is in rope_parameters
+        section.pop(_EARLIER_ROPE, None)  # transformers would read it instead
+        section.pop("rope_theta", None)  # rope_parameters contains it
     values = copy.deepcopy(found)
-    # transformers may have read the folder as a type of another name than its model_type.
+    # transformers may read the folder as a type with another name than the file's model_type.
     values |= {"model_type": config.model_type, "name_or_path": str(folder)}
     try:
-        changed: Any = type(config).from_dict(values)  # validates values and types
-    except Exception as error:  # validation is the class's own code and may raise anything
+        changed: Any = type(config).from_dict(values)  # checks values and types
+    except Exception as error:  # the class's own checks may raise anything
         raise OverrideError(
             f"{shown}: {type(text).__name__} of transformers {version('transformers')} refuses it:"
             f" {' '.join(str(error).split())}"
@@ -141,9 +144,9 @@ def _overridden(folder: str | Path, overrides: Mapping[str, Any]) -> tuple[Any, 
 
 
 def _check_effect(path: str, given: Any, found: Any, folder: str | Path) -> None:
-    """Raise OverrideError if a value `given` for the key `path` has not become the value `found`.
+    """Raise OverrideError if the value `found` in the new configuration is not the one `given`.
 
-    Mappings are compared key by key.
+    `path`: the key of the override. Mappings are compared key by key.
     """
     if isinstance(given, dict) and isinstance(found, dict):
         for name, value in given.items():
@@ -157,7 +160,7 @@ def _check_effect(path: str, given: Any, found: Any, folder: str | Path) -> None
 
 
 def _check_windows(text: Any, overridden: Set[str], shown: str, folder: str | Path) -> None:
-    """Raise OverrideError if an overridden window contradicts `layer_types`."""
+    """Raise OverrideError if the `overridden` keys make window and `layer_types` contradict."""
     kinds = getattr(text, "layer_types", None)
     if not kinds or overridden.isdisjoint(_WINDOWS):
         return
@@ -171,9 +174,10 @@ def _check_windows(text: Any, overridden: Set[str], shown: str, folder: str | Pa
 
 
 def _known_name(text: Any, key: str, value: Any) -> str:
-    """Return the field of the configuration `text` that `key` sets, by its name or an alias.
+    """Return the field of the configuration `text` that the override `key` sets.
 
-    Raises OverrideError if there is none, or it may not be overridden.
+    `key`: the field's name or an alias. Raises OverrideError if there is no such field, or it may
+    not be overridden.
     """
     from transformers.modeling_rope_utils import RopeParameters
 
@@ -198,9 +202,9 @@ def _known_name(text: Any, key: str, value: Any) -> str:
 def _with_rope(text: Any, overrides: Mapping[str, Any]) -> dict[str, Any] | None:
     """Return rope_parameters of the configuration `text` with the overrides merged in.
 
-    `text` has their newest form, whatever the file has: one mapping that includes the base, or one
-    for each kind of layer. Returns None for a model without rotary positions. Raises OverrideError
-    for a key that would have no effect.
+    transformers has converted them to their newest form: one mapping that includes the base, or one
+    mapping for each kind of layer. Returns None for a model without rotary positions. Raises
+    OverrideError for a key that would have no effect.
     """
     key, *others = [name for name in (_ROPE, _EARLIER_ROPE) if name in overrides] or [_ROPE]
     path, value = f"model.hf_overrides.{key}", overrides.get(key, {})
@@ -233,7 +237,7 @@ def _with_rope_of_one(
     path: str,
     overrides: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """Return one mapping of rotary parameters, `found`, with those `given` under the key `path`.
+    """Return the rotary parameters `found` with those `given` by the override `path` merged in.
 
     Raises OverrideError for unknown keys, for values that are null or not finite, and for a longer
     context that would change positions of type dynamic.
@@ -253,7 +257,7 @@ def _with_rope_of_one(
     changed = {name: value for name, value in found.items() if name != "type"}
     new = {"rope_type" if name == "type" else name: value for name, value in given.items()}
     kind = new.get("rope_type", changed.get("rope_type"))
-    if kind != changed.get("rope_type"):  # the factors of one type mean nothing to another
+    if kind != changed.get("rope_type"):  # factors of the old type have no meaning for the new
         changed = {name: value for name, value in changed.items() if name in _OF_ALL_TYPES}
     changed |= new
     longer = overrides.get("max_position_embeddings")
@@ -263,7 +267,7 @@ def _with_rope_of_one(
             f" scaled from the {text.max_position_embeddings} on that the folder has: leave it out,"
             f" or change {path}.rope_type"
         )
-    # Else transformers would take the longer context for the original one.
+    # Write the original context down: else transformers takes an overridden, longer one for it.
     scales = kind in ("llama3", "longrope", "yarn")
     if scales and changed.get(_ORIGINAL) is None and not hasattr(text, _ORIGINAL):
         changed[_ORIGINAL] = text.max_position_embeddings
@@ -271,7 +275,7 @@ def _with_rope_of_one(
 
 
 def _merged(below: Any, value: Any) -> Any:
-    """Return `value` merged over `below`, key by key where both are mappings."""
+    """Return `value` merged into `below`: where both are mappings, key by key; else `value`."""
     if not (isinstance(below, dict) and isinstance(value, dict)):
         return copy.deepcopy(value)
     return below | {key: _merged(below.get(key), of_key) for key, of_key in value.items()}

@@ -1,8 +1,8 @@
-"""Reading of a Hugging Face folder by the parameter names of its model.
+"""`ConvertedFiles`: read a Hugging Face folder by the parameter names of its model.
 
-Files on the hub keep the names and pieces of the original training code: for example, one tensor
-for each expert where the model has one parameter for all. transformers has converters for them,
-which are applied here to one parameter at a time.
+Files on the hub keep the names and the tensors of the original training code: for example, one
+tensor for each expert where the model has one parameter for all. The converters of transformers are
+applied here to one parameter at a time, so that no more is in memory.
 
 Source: transformers, core_model_loading.py, `convert_and_load_state_dict_in_model`.
 """
@@ -19,36 +19,36 @@ import torch
 from torch import Tensor
 
 from isp.core.mesh.layout import ParameterLayout
-from isp.models.huggingface.dequantization import DequantisedFiles
+from isp.models.huggingface.dequantization import DequantizedFiles
 
 __all__ = ["ConvertedFiles"]
 
 
 class _Source(NamedTuple):
-    """The tensors in the files that one parameter, or several at once, are made from."""
+    """The tensors in the files from which a converter makes one parameter, or several."""
 
     target: str
-    """Name of the first of these parameters."""
+    """The name of the first of these parameters."""
     tensors: dict[str, list[str]]
-    """Names in the files, in order, by the converter's pattern that they match."""
+    """By pattern of the converter, the names in the files that match it, in order."""
     converter: Any = None
-    """transformers' `WeightConverter`; None: the parameter is the only tensor, renamed."""
+    """The `WeightConverter` of transformers; None: the parameter is a single tensor, renamed."""
 
     @property
     def names(self) -> list[str]:
-        """Return all names in the files."""
+        """The names of all these tensors in the files."""
         return [name for names in self.tensors.values() for name in names]
 
 
-class ConvertedFiles(DequantisedFiles):
-    """The tensors of a folder by the names of `model`, a transformers model on the meta device.
+class ConvertedFiles(DequantizedFiles):
+    """Reads the tensors of a folder by their names in `model`, a transformers model on meta.
 
-    Tensors that no parameter is made from are renamed by the same rules.
+    Tensors that belong to no parameter are renamed by the same rules.
     """
 
     def __init__(self, folder: Path, model: Any) -> None:
-        quantisation = getattr(model.config, "quantization_config", None)
-        super().__init__(folder, quantisation, next(model.parameters()).dtype)
+        quantization = getattr(model.config, "quantization_config", None)
+        super().__init__(folder, quantization, next(model.parameters()).dtype)
         self._model = model
         self._sources = _sources(model, super().names)
 
@@ -60,7 +60,7 @@ class ConvertedFiles(DequantisedFiles):
         source = self._sources[name]
         if source.converter is None:
             return super().read(source.names[0], layout)
-        # Experts cut between experts: read only the files' tensors of this rank's experts.
+        # A stack that is cut between experts: read only the tensors of this rank's experts.
         if layout is not None and _has_tensor_of_each_row(source, layout):
             found = [
                 self._made(name, super(ConvertedFiles, self).read, slice(start, stop))
@@ -68,13 +68,15 @@ class ConvertedFiles(DequantisedFiles):
                 if start < stop
             ]
             part = torch.cat(found) if found else torch.empty(layout.local_shape)
-            if tuple(part.shape) == layout.local_shape:  # else the converter does not stack rows
+            # Another shape shows that the converter does not stack the tensors as rows: make the
+            # whole parameter below.
+            if tuple(part.shape) == layout.local_shape:
                 return part
         made = self._made(name, super().read)
         return made if layout is None else layout.shard(made)
 
     def made_of(self, name: str) -> list[str]:
-        """Return the names in the files of the tensors that `name` is made from."""
+        """Return the names in the files of the tensors from which the parameter `name` is made."""
         return self._sources[name].names
 
     def _shape(self, name: str) -> tuple[int, ...]:
@@ -88,12 +90,12 @@ class ConvertedFiles(DequantisedFiles):
         return set().union(*found)
 
     def _made(self, name: str, read: Callable[[str], Tensor], of: slice = slice(None)) -> Tensor:
-        """Return a parameter made by transformers' converter from tensors that `read` returns.
+        """Make a parameter with transformers' converter from tensors that `read` returns.
 
-        `of`: the slice of each pattern's tensors to use. Raises ValueError if they do not fit.
+        `of`: which of each pattern's tensors to use. Raises ValueError if the tensors do not fit.
         """
         target, tensors, converter = self._sources[name]
-        converter = copy.deepcopy(converter)  # it collects the tensors that are added to it
+        converter = copy.deepcopy(converter)  # `add_tensor` changes it
         for pattern, names in tensors.items():
             for found in names[of]:
                 converter.add_tensor(target, found, pattern, partial(read, found))
@@ -109,22 +111,23 @@ class ConvertedFiles(DequantisedFiles):
         return parameter
 
     def _empty(self, name: str) -> Tensor:
+        """Return a tensor on meta with the shape of a tensor in the files."""
         return torch.empty(super()._shape(name), device="meta")
 
 
 def _has_tensor_of_each_row(source: _Source, layout: ParameterLayout) -> bool:
-    """Return whether `layout` shards dim 0, and each pattern has one tensor for each of its rows.
+    """Return whether `layout` cuts dim 0 and each pattern has one tensor for each row of the whole.
 
-    So it is for experts that are sharded between experts.
+    This is so for a stack that is cut between experts.
     """
     rows = layout.global_shape[0]
     return layout.dim == 0 and rows > 1 and {len(n) for n in source.tensors.values()} == {rows}
 
 
 def _sources(model: Any, names: Iterable[str]) -> dict[str, _Source]:
-    """Return the sources of tensors among the files' `names`, by the tensors' names in `model`.
+    """Return by name in `model` the source of each tensor, from the `names` in the files.
 
-    Also sets the model's conversions, by which `save_pretrained` restores the files' names.
+    Also sets the model's conversions, by which `save_pretrained` restores the names of the files.
     """
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import (
@@ -142,7 +145,8 @@ def _sources(model: Any, names: Iterable[str]) -> dict[str, _Source]:
     sources: dict[str, _Source] = {}
     for name in sorted(names, key=dot_natural_key):
         target, pattern = rename_source_key(name, renamings, converters, prefix, known)
-        if target not in known and name in known:  # renamed by mistake: the file has our name
+        # The file has the model's own name, and a rule of transformers would rename it by mistake.
+        if target not in known and name in known:
             target, pattern = name, None
         if pattern is None:
             sources[target] = _Source(target, {name: [name]})
@@ -151,6 +155,7 @@ def _sources(model: Any, names: Iterable[str]) -> dict[str, _Source]:
         source = sources.setdefault(target, _Source(target, {}, converter))
         source.tensors.setdefault(pattern, []).append(name)
         first, *others = converter.target_patterns
+        # A converter may make several parameters from the same tensors: they share the source.
         sources.update((target.replace(first, other), source) for other in others)
     # As `from_pretrained` does, so that `save_pretrained` writes the names of the files again.
     model._weight_conversions = [transform for transform in mapping if transform.was_used()]

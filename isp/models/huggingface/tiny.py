@@ -1,4 +1,4 @@
-"""Small models with the structure of large ones of transformers, for checks on a CPU."""
+"""`tiny_model`: make a small model with the structure of a large one, for checks on a CPU."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from isp.core.torch_private import grouped_mm
-from isp.models.huggingface.make import made, sees, take_out_tower
+from isp.models.huggingface.make import is_vision_language, new_model, take_out_tower
 from isp.models.meta import parameters_on_meta
 
 __all__ = ["as_wide", "fewer_heads", "kept_in_float64", "tiny_config", "tiny_model"]
 
 _HEAD = 8
-"""Head size of small models."""
+"""The head size of small models."""
 
 _LONG = 20
-"""Row length beyond which longrope positions use their long factors, in tokens."""
+"""The row length in tokens beyond which small models use longrope's long factors."""
 
 _SIZES = {
     1024: "max_position_embeddings",
@@ -50,19 +50,20 @@ _SIZES = {
     0: "pad_token_id",
 }
 _AT_MOST = {name: most for most, names in _SIZES.items() for name in names.split()}
-"""Upper limits of sizes that the structure does not depend on, by transformers' names."""
+"""By key of config.json, the upper limit of a size that may change without changing a model's
+structure."""
 
 
 _RANDOM = "dropout", "pdrop", "dropout_prob", "jitter_noise"
-"""Endings of the names of options that draw random numbers, which comparisons cannot allow."""
+"""Endings of the names of options that draw random numbers; comparisons need them off."""
 
 
 def tiny_model(config: Any, layers: int = 2) -> nn.Module:
-    """Return the causal language model of `tiny_config(config, layers)`, for comparisons to 1e-9.
+    """Make the language model of `tiny_config(config, layers)`, for comparisons to 1e-9.
 
-    It computes in float64, its own casts included. Its random weights are large enough, and its
-    vectors uneven enough, that no gradient vanishes. Raises ValueError if transformers cannot build
-    it.
+    It computes everything in float64, also where its code casts to float32. Its random weights are
+    so large, and its vectors so uneven, that no gradient vanishes. Raises ValueError if
+    transformers cannot build it.
     """
     try:
         model = _with_weights(tiny_config(config, layers))
@@ -76,7 +77,7 @@ def tiny_model(config: Any, layers: int = 2) -> nn.Module:
             module.p = 0.0
     with torch.no_grad():
         for parameter in model.parameters():
-            if parameter.dim() < 2:  # norms begin with all ones: make them uneven
+            if parameter.dim() < 2:  # the weights of norms are all ones: make them uneven
                 parameter += 0.1 * torch.randn_like(parameter)
             else:
                 parameter *= 3
@@ -84,11 +85,11 @@ def tiny_model(config: Any, layers: int = 2) -> nn.Module:
 
 
 def _with_weights(config: Any) -> Any:
-    """Return the model of a configuration with random weights, without vision towers."""
-    if not sees(config):
-        return made(config, torch.float64)  # so that its buffers are computed in float64, too
+    """Make the model of a configuration with random weights, without a vision tower."""
+    if not is_vision_language(config):
+        return new_model(config, torch.float64)  # its buffers are computed in float64, too
     with parameters_on_meta():
-        model = made(config)
+        model = new_model(config)
     take_out_tower(model)
     _fill(model, model)
     model.tie_weights()
@@ -96,9 +97,9 @@ def _with_weights(config: Any) -> Any:
 
 
 def _fill(module: nn.Module, model: Any) -> None:
-    """Give a module's parameters, and those of its submodules, random values by transformers' rule.
+    """Initialize the parameters of a module and its submodules as transformers does.
 
-    `model`: the innermost transformers model around the module, whose configuration has the scale.
+    `model`: the innermost transformers model around the module, whose `_init_weights` is called.
     """
     model = module if hasattr(module, "_init_weights") else model
     for name, parameter in module.named_parameters(recurse=False):
@@ -111,10 +112,10 @@ def _fill(module: nn.Module, model: Any) -> None:
 def tiny_config(config: Any, layers: int = 2) -> Any:
     """Return a copy of a model's configuration with few and narrow layers.
 
-    At least one layer of each kind remains, and at least `layers` if the model has as many. Up to 4
-    KV heads remain, divisible by 2 and 4 if the model's are; as many query heads as before share
-    one, but at most 8. Dropout and noise are off. In a model of several parts, only the text part
-    is made small.
+    At least one layer of each kind remains, and at least `layers` layers if the model has as many.
+    The number of KV heads is at most 4, and divisible by 2 and by 4 if that of the model is. The
+    number of query heads for each KV head stays, but is at most 8. Dropout and noise are off. In a
+    model of several parts, only the text part is made small.
     """
     text = config.get_text_config(decoder=True)
     for name in config.sub_configs:
@@ -133,14 +134,15 @@ def tiny_config(config: Any, layers: int = 2) -> Any:
         part = vars(tiny)[name]
         if part is not None:
             _shrink(part)
-            if _value(part, "num_attention_heads") is None:  # else another model, of a tower
+            # A part with attention is a tower with a width of its own.
+            if _value(part, "num_attention_heads") is None:
                 _set(part, "hidden_size", tiny.hidden_size)
     return tiny
 
 
 def _shrink(tiny: Any) -> None:
-    """Limit sizes to `_AT_MOST` and turn off random options, in place."""
-    usual = {own: name for name, own in tiny.attribute_map.items()}
+    """Limit sizes in a configuration to `_AT_MOST` and turn off random options, in place."""
+    usual = {own: name for name, own in tiny.attribute_map.items()}  # transformers' usual names
     for name, value in list(vars(tiny).items()):
         if name.endswith(_RANDOM) and value:
             setattr(tiny, name, 0.0)
@@ -149,22 +151,22 @@ def _shrink(tiny: Any) -> None:
 
 
 def _at_most(value: Any, *names: str) -> Any:
-    """Return `value`, limited to the size that the first of its names in `_AT_MOST` has there."""
+    """Return `value`, limited by `_AT_MOST`; `names`: its names, of which the first one counts."""
     most = next((_AT_MOST[name] for name in names if name in _AT_MOST), None)
     if most is None or type(value) not in (int, list) or not value:
         return value
-    if isinstance(value, list):  # several end-of-text tokens, or a size for each kind of expert
+    if isinstance(value, list):  # several end-of-text tokens, or one size for each kind of expert
         return [min(size, most) if type(size) is int else size for size in value]
     return min(value, most)
 
 
 def _value(config: Any, name: str) -> Any:
-    """Return the value of a key by transformers' usual name; None if the configuration has none."""
+    """Return a configuration's value for a key with the usual `name`; None if it has no value."""
     return vars(config).get(config.attribute_map.get(name, name))
 
 
 def _set(tiny: Any, name: str, value: Any) -> None:
-    """Set a key by transformers' usual name, if the configuration has a value for it."""
+    """Set a configuration's key with the usual `name`, if it has a value already."""
     if _value(tiny, name) is not None:
         setattr(tiny, name, value)
 
@@ -176,15 +178,22 @@ _QUERY_HEADS = (
     "num_decoder_attention_heads",
     "swa_num_attention_heads",
 )
+"""The keys with a number of query heads."""
 
 
 def fewer_heads(heads: int) -> int:
-    """Return the most heads, up to 4, that are divisible by 2 and by 4 exactly if `heads` are."""
+    """Return the largest n up to 4 and `heads` with gcd(n, 4) = gcd(heads, 4).
+
+    So 2 or 4 ranks divide the heads of a small model exactly if they divide those of the model.
+    """
     return next(n for n in range(min(heads, 4), 0, -1) if math.gcd(n, 4) == math.gcd(heads, 4))
 
 
 def _narrow(tiny: Any, config: Any) -> None:
-    """Set the numbers of heads and the sizes that follow from them, in place."""
+    """Set the numbers of heads in `tiny`, and the sizes that follow from them, in place.
+
+    `config`: the model's own configuration.
+    """
     heads = _value(config, "num_attention_heads") or 4
     kv_heads = _value(config, "num_key_value_heads") or heads
     shared, kept = min(heads // kv_heads, 8), fewer_heads(kv_heads)  # query heads per KV head
@@ -196,15 +205,15 @@ def _narrow(tiny: Any, config: Any) -> None:
         _set(tiny, "index_n_heads", kept)
     tiny.hidden_size = _HEAD * shared * kept
     attended = _value(config, "attention_hidden_size")
-    wide = attended // config.hidden_size if attended else 1  # attention wider than the model
+    wide = attended // config.hidden_size if attended else 1  # how much wider attention is
     _set(tiny, "attention_hidden_size", wide * tiny.hidden_size)
-    latent = _value(config, "kv_lora_rank") is not None  # MLA: head_dim is that of its rotary part
+    latent = _value(config, "kv_lora_rank") is not None  # with MLA, head_dim is the rotary part's
     for name in ("head_dim", "swa_head_dim"):
         _set(tiny, name, _AT_MOST["qk_rope_head_dim"] if latent else wide * _HEAD)
 
 
 def _narrow_states(tiny: Any) -> None:
-    """Set the heads of state-space layers, `expand` times as wide as the model, in place."""
+    """Set the sizes of state-space layers in place: `expand` times the width of the model."""
     expand = _value(tiny, "mamba_expand") or _value(tiny, "expand")
     if not expand:
         return
@@ -219,9 +228,10 @@ def _narrow_states(tiny: Any) -> None:
 
 
 def _shorten_rope(tiny: Any, config: Any) -> None:
-    """Cut rotary parameters to the angles of a small head, and shorten longrope's original context.
+    """Shorten rotary parameters to the angles of a small head, in place.
 
-    Rows of more than `_LONG` tokens then use the long factors.
+    Also shortens longrope's original context, so that rows of more than `_LONG` tokens use the long
+    factors.
     """
     rope = getattr(tiny, "rope_parameters", None) or {}
     if sections := rope.get("mrope_section"):  # angles by time, height and width
@@ -243,16 +253,18 @@ _LAYERS = (
     "decoder_layers",
     "encoder_layers",
     "num_decoder_layers",
-    "num_layers",  # LongCat, which counts two hidden layers in each
+    "num_layers",  # LongCat, where each of these has two hidden layers
 )
+"""The keys with a number of layers."""
 
 
 def _keep_one_of_each_kind(tiny: Any, config: Any, least: int) -> None:
-    """Keep the first layer of each kind, and further ones until there are `least`, in place.
+    """Keep in `tiny` the first layer of each kind, and more layers until there are `least`.
 
-    Two layers are of one kind if they have the same entries in lists with one entry per layer, are
-    in the same lists of layer numbers, have equal configurations of their own, and agree in whether
-    the MLP is dense and whether keys come from an earlier layer.
+    `config`: the model's own configuration. Two layers are of one kind if they have the same
+    entries in lists with one entry per layer, are in the same lists of layer numbers, have equal
+    configurations of their own, both have a dense MLP or both have not, and both take keys from an
+    earlier layer or both do not.
     """
     _shorten_periods(tiny)
     number = config.num_hidden_layers
@@ -261,7 +273,7 @@ def _keep_one_of_each_kind(tiny: Any, config: Any, least: int) -> None:
         for name, value in vars(config).items()
         if isinstance(value, list | tuple)
         and len(value) == number
-        and list(value) != list(range(number))  # that is a list of layer numbers, with all of them
+        and list(value) != list(range(number))  # the numbers of all layers, not values per layer
         and name != "kv_source_layers"
     }
     numbers = {
@@ -272,7 +284,8 @@ def _keep_one_of_each_kind(tiny: Any, config: Any, least: int) -> None:
     own = [_of_layer(config, index) for index in range(number)]
     dense = [_is_dense(config, index) for index in range(number)]
     sharing = _value(config, "num_kv_shared_layers") or 0
-    sources = _value(config, "kv_source_layers") or range(number)  # the layer with the keys of each
+    # By layer, the layer whose keys it uses.
+    sources = _value(config, "kv_source_layers") or range(number)
 
     def kind_of(layer: int) -> str:
         listed = [value[layer] for value in lists.values()]
@@ -283,10 +296,10 @@ def _keep_one_of_each_kind(tiny: Any, config: Any, least: int) -> None:
     kinds = [kind_of(layer) for layer in range(number)]
     first = [kinds.index(kind) for kind in dict.fromkeys(kinds)]
     hybrid = [index for index, kind in enumerate(kinds) if "'hybrid'" in kind]
-    first += [index for index in hybrid[:2] if index not in first]  # two, as they share a block
+    first += [index for index in hybrid[:2] if index not in first]  # two: they share a block
     rest = [index for index in range(number) if index not in first]
     chosen = first + rest[: max(0, least - len(first))]
-    layers = sorted({*chosen, *(sources[index] for index in chosen)})
+    layers = sorted({*chosen, *(sources[index] for index in chosen)})  # and those with the keys
     for name in _LAYERS:
         _set(tiny, name, len(layers))
     for name, value in lists.items():
@@ -305,7 +318,7 @@ def _keep_one_of_each_kind(tiny: Any, config: Any, least: int) -> None:
 
 
 def _shorten_periods(tiny: Any) -> None:
-    """Shorten periods of layers, such as every eighth one with attention, to 2, in place."""
+    """Shorten periods of layers to 2, in place; "every eighth layer attends" is such a period."""
     for name, value in list(vars(tiny).items()):
         if name.endswith("_layer_period") and value > 2:
             setattr(tiny, name, 2)
@@ -313,13 +326,13 @@ def _shorten_periods(tiny: Any) -> None:
 
 
 def _are_layers(value: Any, number: int) -> bool:
-    """Return whether a value is a list of layer numbers, but not of all layers."""
+    """Return whether a value is a list of numbers of some, but not all, of `number` layers."""
     many = isinstance(value, list | tuple) and 0 < len(value) < number
     return many and all(type(index) is int and 0 <= index < number for index in value)
 
 
 def _of_layer(config: Any, index: int) -> dict[str, Any]:
-    """Return a layer's own configuration values, made small; empty if all layers share theirs."""
+    """Return a layer's own configuration values, made small; empty if all layers have the same."""
     if not config.is_heterogeneous:
         return {}
     layer = config.per_layer_config[index]
@@ -329,11 +342,11 @@ def _of_layer(config: Any, index: int) -> dict[str, Any]:
 
 
 _FIRST_DENSE = "first_k_dense_replace", "num_dense_layers"
-"""Keys for the number of first layers that have no experts."""
+"""The keys with the number of layers, from the first, that have no experts."""
 
 
 def _is_dense(config: Any, index: int) -> bool:
-    """Return whether a layer has no experts by the rules of transformers' configurations."""
+    """Return whether a layer has a dense MLP, by the rules of transformers' configurations."""
     before = max(_value(config, name) or 0 for name in _FIRST_DENSE)
     step = _value(config, "decoder_sparse_step") or 1
     named = _value(config, "mlp_only_layers") or ()
@@ -341,11 +354,11 @@ def _is_dense(config: Any, index: int) -> bool:
 
 
 _widening: ContextVar[bool] = ContextVar("widening", default=False)
-"""True while a forward runs in `_Widened`; a nested mode would repeat the same work."""
+"""True while a forward runs in the mode `_Float64`; a nested mode would only take time."""
 
 
-class _Widened(TorchFunctionMode):
-    """A mode in which casts and constants of float32 become float64."""
+class _Float64(TorchFunctionMode):
+    """A mode in which casts to float32 and constants in float32 become float64."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -353,20 +366,21 @@ class _Widened(TorchFunctionMode):
         if func is Tensor.float:
             func = Tensor.double
         wide = {name: _wide(value) for name, value in (kwargs or {}).items()}
-        # XGLM fills with the least number of a dtype, which overflows the default float32.
+        # XGLM fills with the smallest number of its dtype: in float64 too large for torch's
+        # default dtype, float32.
         if func is torch.full and type(args[1]) is float:
             wide.setdefault("dtype", torch.float64)
-        # torch's kernel takes no float64; its shape function, for meta tensors, does.
+        # torch's kernel does not take float64; its function for meta tensors does.
         if func is grouped_mm and args[0].dtype is torch.float64 and not args[0].is_meta:
             return _grouped_product(args[0], args[1], wide["offs"])
         return func(*map(_wide, args), **wide)
 
 
 def _grouped_product(x: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
-    """Multiply each run of rows by its own matrix, as `torch._grouped_mm`, which lacks float64.
+    """Multiply each group of rows by its own matrix: `torch._grouped_mm` for float64.
 
-    x [N, I], weights [E, I, O], ends [E] (the end row of each run) -> [N, O]. Rows after the last
-    run are zeros.
+    x [N, I], weights [E, I, O], ends [E] (the row after each group) -> [N, O]. Rows after the last
+    group give zeros.
     """
     *runs, rest = x.tensor_split(ends.tolist())
     products = [run @ weight for run, weight in zip(runs, weights, strict=True)]
@@ -374,16 +388,18 @@ def _grouped_product(x: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
 
 
 def _wide(value: Any) -> Any:
+    """Return float64 in place of the dtype float32; any other value unchanged."""
     return torch.float64 if value is torch.float32 else value
 
 
 def kept_in_float64(model: nn.Module) -> nn.Module:
-    """Convert `model` to float64 in place, and its own casts to float32 (norms, angles, softmax).
+    """Convert `model` to float64 in place, also where its code casts to float32.
 
-    With those casts, comparisons of its gradients could not go below 1e-7, in any layout.
+    Norms, angles and softmax do so. With those casts, gradients of two layouts would differ by
+    1e-7, and comparisons could not be stricter.
     """
-    # The whole model, its blocks, and parts of blocks may each be called alone, as in a recompute:
-    # all of them enter the mode.
+    # A recompute calls blocks and parts of blocks alone, without the model's forward around them:
+    # so each of these enters the mode, too.
     lists = [m for m in model.modules() if isinstance(m, nn.ModuleList)]
     entries = [entry for entries in lists for entry in entries]
     tiled = [child for entry in entries for child in entry.children() if any(child.children())]
@@ -393,7 +409,7 @@ def kept_in_float64(model: nn.Module) -> nn.Module:
 
 
 def _widened(kind: type[nn.Module]) -> type[nn.Module]:
-    """Return a subclass of `kind` whose forward runs in `_Widened`."""
+    """Return a subclass of `kind` whose forward runs in the mode `_Float64`."""
 
     @wraps(kind.forward)  # `generate` of transformers reads its signature
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -405,20 +421,21 @@ def _widened(kind: type[nn.Module]) -> type[nn.Module]:
 
 
 class _Wide:
-    """A marker of the classes made by `kept_in_float64`."""
+    """A base class that marks the classes made by `kept_in_float64`."""
 
 
 def as_wide(module: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `forward` to set on `module`, in float64 if `kept_in_float64` has converted it."""
+    """Return a `forward` for `module` that runs in float64 if `kept_in_float64` converted it."""
     return partial(_in_float64, forward) if isinstance(module, _Wide) else forward
 
 
 def _in_float64(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    if _widening.get():  # called inside of a converted module, not alone as in a recompute
+    """Call `forward` in the mode `_Float64`, unless it is on already."""
+    if _widening.get():  # called by a converted module, not alone as in a recompute
         return forward(*args, **kwargs)
     token = _widening.set(True)
     try:
-        with _Widened():
+        with _Float64():
             return forward(*args, **kwargs)
     finally:
         _widening.reset(token)

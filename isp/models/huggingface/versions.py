@@ -1,4 +1,4 @@
-"""The tested versions of transformers; setup.py and the documentation read them from here."""
+"""The tested versions of transformers; setup.py and the documentation read these constants."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ def warn_of_version(found: str) -> None:
 
 
 def is_first_rank() -> bool:
-    """Return whether this process is rank 0; before the rendezvous, by the environment."""
+    """Return whether this process is rank 0: by the process group, or else by the environment."""
     return (dist.get_rank() if dist.is_initialized() else rank_and_size()[0]) == 0
 
 
 def _minor(version: str) -> tuple[int, ...]:
-    """Return major and minor of a version: `5.25.0.dev0` -> (5, 25)."""
+    """Return the major and minor number of a version: `5.25.0.dev0` -> (5, 25)."""
     return tuple(int(number) for number in version.split(".")[:2])

@@ -1,4 +1,4 @@
-"""Safetensors folders of Hugging Face: reading by slices, writing one tensor at a time."""
+"""Read Hugging Face folders of safetensors by slices, and write them one tensor at a time."""
 
 from __future__ import annotations
 
@@ -21,9 +21,10 @@ __all__ = ["TOKENIZER_FILES", "WeightFiles", "WeightWriter", "copy_tokenizer", "
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 
 _FLOATS = frozenset({"F64", "F32", "F16", "BF16"})
+"""The dtypes of weights that isp reads, by their names in safetensors."""
 
 _FILE_BYTES = 5 << 30
-"""Size in bytes beyond which a further file begins, as in transformers."""
+"""The largest size of a file in bytes, as in transformers, unless one tensor is larger."""
 
 TOKENIZER_FILES = (
     "tokenizer.json",
@@ -40,13 +41,13 @@ TOKENIZER_FILES = (
     "video_preprocessor_config.json",
     "generation_config.json",
 )
-"""Files besides weights and config.json that a copy of the model needs."""
+"""The files that a copy of a model needs in addition to its weights and config.json."""
 
 
 class WeightFiles:
-    """The tensors in a folder's safetensors files, of which only the requested parts are read.
+    """Reads parts of the tensors in a folder's safetensors files.
 
-    All methods raise ValueError, naming the file, for one that is missing or damaged.
+    All methods raise ValueError that names the file if a file is missing or damaged.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -56,7 +57,7 @@ class WeightFiles:
             if not isinstance(files, dict):
                 raise ValueError(f"{folder / _INDEX} is damaged: it has no weight_map")
             for name, file in files.items():
-                # A path could name any file of the machine.
+                # Refuse paths: the folder may be downloaded, and could name any file here.
                 if not isinstance(file, str) or Path(file).name != file:
                     raise ValueError(
                         f"{folder / _INDEX} is damaged: weight_map gives {file!r} for {name},"
@@ -71,7 +72,7 @@ class WeightFiles:
 
     @property
     def names(self) -> frozenset[str]:
-        """Return the names of all tensors."""
+        """The names of all tensors."""
         return frozenset(self._files)
 
     def check(
@@ -83,7 +84,7 @@ class WeightFiles:
     ) -> None:
         """Raise ValueError unless the tensors have exactly these names and shapes.
 
-        Tensors named in `aliases` may be there or not. All but `integers` must have a
+        Tensors named in `aliases` may be in the files, too. All tensors but `integers` must have a
         floating-point dtype of 16 bits or more.
         """
         missing = sorted(shapes.keys() - self.names)
@@ -105,7 +106,7 @@ class WeightFiles:
         for name in sorted(shapes.keys() - set(integers)):
             if odd := self._dtypes(name) - _FLOATS:
                 raise ValueError(
-                    f"{name} in {self.folder} has dtype {min(odd)}, as quantised weights do, and"
+                    f"{name} in {self.folder} has dtype {min(odd)}, as quantized weights do, and"
                     f" isp reads {', '.join(sorted(_FLOATS))}: convert the model with"
                     f" transformers' dequantize and save_pretrained"
                 )
@@ -115,15 +116,16 @@ class WeightFiles:
         self._open.clear()
 
     def read(self, name: str, layout: ParameterLayout | None = None) -> Tensor:
-        """Read this rank's part of a tensor into CPU memory, or all of it without `layout`."""
+        """Read this rank's part of a tensor into CPU memory; without `layout`, the whole tensor."""
         if layout is None:
             return self.read_block(name, ())
+        # A shard may consist of several intervals of its dim.
         before = (slice(None),) * layout.dim
         parts = [self.read_block(name, (*before, slice(a, b))) for a, b in layout.intervals()]
         return parts[0] if len(parts) == 1 else torch.cat(parts, layout.dim)
 
     def read_block(self, name: str, block: tuple[slice, ...]) -> Tensor:
-        """Read a block of a tensor, and nothing else of it, into CPU memory."""
+        """Read only a block of a tensor, given as a slice for each dim, into CPU memory."""
         try:
             found: Tensor = self._slice(name)[block]
         except SafetensorError as error:
@@ -131,24 +133,28 @@ class WeightFiles:
         return found
 
     def _shape(self, name: str) -> tuple[int, ...]:
+        """Return the shape of a tensor, from the header of its file."""
         return tuple(self._slice(name).get_shape())
 
     def _dtypes(self, name: str) -> set[str]:
-        """Return the dtypes in the files, by the names of safetensors such as BF16."""
+        """Return the dtypes of a tensor in the files, by safetensors' names such as BF16."""
         return {self._slice(name).get_dtype()}
 
     def _slice(self, name: str) -> Any:
+        """Return safetensors' slice of a tensor, which reads what it is indexed with."""
         try:
             return self._handle(self._files[name]).get_slice(name)
         except SafetensorError as error:
             raise self._damaged(self._files[name], error) from None
 
     def _handle(self, file: str) -> Any:
+        """Return an open file, which stays open until `close`."""
         if file not in self._open:
             self._open[file] = self._opened(file)
         return self._open[file]
 
     def _opened(self, file: str) -> Any:
+        """Open a safetensors file of the folder."""
         try:
             check_regular(self.folder / file)
             return safe_open(self.folder / file, framework="pt")
@@ -161,14 +167,15 @@ class WeightFiles:
             raise self._damaged(file, error) from None
 
     def _damaged(self, file: str, error: Exception) -> ValueError:
+        """Return the error for a file that safetensors cannot read."""
         return ValueError(f"{self.folder / file} is damaged or cut short: {error}")
 
 
 class WeightWriter:
-    """A context that writes tensors into safetensors files, with an index if there are several.
+    """A context that writes tensors into safetensors files, with an index for several files.
 
-    Holds the tensors of at most one file in memory. Files get their final names, and the index,
-    only at the end, so that an unfinished folder is not taken for a model.
+    At most the tensors of one file are in memory. Files get their final names, and the index is
+    written, only at the end, so that an unfinished folder is not taken for a model.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -177,11 +184,12 @@ class WeightWriter:
         self._waiting: dict[str, Tensor] = {}
         self._waiting_bytes = 0
         self._written: list[list[str]] = []
+        """The names of the tensors in each file written so far."""
         self._total = 0
         self._clear()
 
     def add(self, name: str, tensor: Tensor) -> None:
-        """Add one full tensor in CPU memory; write a file if enough have been added."""
+        """Add one whole tensor in CPU memory; write the tensors before it if a file is full."""
         size = tensor.numel() * tensor.element_size()
         if self._waiting and self._waiting_bytes + size > _FILE_BYTES:
             self._write()
@@ -207,6 +215,7 @@ class WeightWriter:
             left.unlink()
 
     def _write(self) -> None:
+        """Write the waiting tensors into a file with a temporary name."""
         part = self._part(len(self._written))
         try:
             save_file(self._waiting, part, metadata={"format": "pt"})
@@ -216,12 +225,13 @@ class WeightWriter:
         self._waiting, self._waiting_bytes = {}, 0
 
     def _part(self, index: int) -> Path:
+        """Return the temporary name of a file."""
         return self._folder / f".part-{index:05d}.safetensors"
 
     def _finish(self) -> None:
         """Write the last file, replace an older model in the folder, and rename the new files."""
         self._write()
-        # An index of an older model would hide the new files, or name files that are gone.
+        # An old index would hide the new files, or name files that are gone.
         for stale in (*self._folder.glob("model*.safetensors"), self._folder / _INDEX):
             stale.unlink(missing_ok=True)
         count = len(self._written)

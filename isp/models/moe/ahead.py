@@ -1,11 +1,7 @@
-"""Modules of a block that are computed earlier than the model's own code calls them.
+"""`ComputedAhead`: compute a shared expert before its block calls it, to hide transfers.
 
-[Note: Computed ahead] A shared expert reads the same tokens as the routed experts of its block, and
-most blocks call it after them. It is computed where the experts are called instead, so that it
-overlaps with the transfers of their tokens or weights. Backward reaches the experts first, and the
-gradients of the tokens are sent back while it runs through the shared expert. The block's own call
-returns the result that is there. The trace shows which module that is. If full backward hooks are
-registered around that call, the gradient of the tokens passes through them, too.
+It is computed when the routed experts are called, while their tokens or weights are in flight. See
+[Note: Computed ahead] in docs/design/notes/experts.md.
 
 N tokens, D and E features
 """
@@ -28,17 +24,20 @@ __all__ = ["ComputedAhead"]
 
 
 class ComputedAhead:
-    """A module [.., D] -> [.., E] that acts on each token alone and is computed before its call."""
+    """Computes a module [.., D] -> [.., E] before its call, and returns the result at the call.
+
+    The module must compute each token alone.
+    """
 
     def __init__(self, module: nn.Module, ahead: Ahead, position: Position) -> None:
-        """Prepare to compute `module`, once its forward has the wrapper `wrap`."""
+        """Prepare to compute `module`; its forward must get the wrapper `wrap`."""
         self._name, self._dims = ahead
         self._module, self._position = module, position
         self._forward: ModuleForward
         """The module's forward without this wrapper; `wrap` sets it."""
 
     def wrap(self, inner: ModuleForward) -> ModuleForward:
-        """Return a forward that gives what was computed ahead; the wrapper `Wrap.AHEAD`."""
+        """Return a forward that returns the result computed ahead; the wrapper `Wrap.AHEAD`."""
         self._forward = inner
         return self._called
 
@@ -52,17 +51,17 @@ class ComputedAhead:
         x, call = tokens if self._dims == 2 else tokens.unsqueeze(0), list[_Reached]()
         if self._is_hooked:
             x = _Hooked.apply(x, call)
-        # Kept in the pass: a recompute is a pass of its own, and computes its own result.
+        # Stored in the pass: a recompute is another pass, and computes another result.
         self._position.current(self._name).ahead[self._name] = tokens, self._forward(x), call
 
     def _called(self, x: Tensor) -> Tensor:
-        """Return the result for x [.., D]: the one computed ahead if there is one, else a new one.
+        """Return the module's result for x [.., D]: computed ahead, or else now.
 
-        Raises RuntimeError if that was computed from other tokens than x.
+        Raises RuntimeError if the result was computed ahead from other tokens than x.
         """
         now = self._position.current(self._name)
         tokens, y, call = now.ahead.pop(self._name, (x, None, []))
-        if self._is_hooked and x.grad_fn is not None:
+        if self._is_hooked and x.grad_fn is not None:  # `_Hooked` runs the hooks at this edge
             call.append((get_gradient_edge(x), x.shape))
         if y is None:
             y = self._forward(x)
@@ -76,12 +75,14 @@ class ComputedAhead:
 
 
 _Reached = tuple[GradientEdge, torch.Size]
-"""The place in the graph of the tensor that a module is called with, and its shape."""
+"""The edge in the graph of the tensor that a module was called with, and the tensor's shape."""
 
 
 class _Hooked(Function):
-    """forward   x, from which a module is computed before its `call`
-    backward  dx, passed through the input of that call, whose full backward hooks may change it
+    """The input of a module computed ahead, as an autograd node that runs the call's hooks.
+
+    forward   x, from which the module is computed before its `call`
+    backward  dx, after the full backward hooks at the input of that call, which may change it
     """
 
     @staticmethod
@@ -93,8 +94,8 @@ class _Hooked(Function):
     @once_differentiable
     def backward(ctx: Any, dx: Tensor) -> tuple[Tensor | None, ...]:
         own = dx
-        # The input of a hooked module comes from a node of torch that runs the hooks in backward:
-        # run that node alone.
+        # torch runs full backward hooks in a node that it puts before a hooked module's input. The
+        # backward of the call does not reach that node, so run it alone.
         for at, shape in ctx.call:
             begin = GradientEdge(*at.node.next_functions[0])
             (own,) = torch.autograd.grad([at], [begin], [dx.view(shape)])

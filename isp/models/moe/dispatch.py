@@ -1,17 +1,9 @@
-"""`DispatchExperts`: experts that are spread over ranks; their tokens are sent there and back.
+"""`DispatchExperts`: send tokens to the ranks that have their experts, and the results back.
 
-[Note: Launch and wait] A transfer consists of two autograd functions: the first launches it and
-returns the buffer that it fills, the second waits for it. Backward reaches them in the opposite
-order: there the second launches the transfer of the gradient and the first waits for it. Autograd
-runs first what was recorded last. So while the experts compute one part of the tokens, in forward
-and in backward, the next part is in flight; and all parts are in flight while something else is
-computed between `dispatch` and the rest of the exchange.
-
-[Note: Every rank takes part] A rank that receives no token still has the node through which
-gradients are sent, because all ranks must launch the same transfers in backward. That node saves a
-tensor even if neither tokens nor weights have a gradient: a recompute, with its transfers, begins
-when a saved tensor is read, and ends after the last one. Where weights are gathered, `_Leave` saves
-one on each rank in any case.
+Each transfer is launched by one autograd node and waited for by another, so that it overlaps with
+compute in forward and in backward. See [Note: Launch and wait] in docs/design/notes/experts.md. A
+rank without tokens takes part in all transfers. See [Note: Every rank takes part] in
+docs/design/notes/experts.md.
 
 N tokens of a rank, k experts of each token, D hidden size, E experts; R = N k rows that a rank
 sends, one for each token and expert, sorted by expert; M rows that it receives
@@ -50,11 +42,16 @@ from isp.models.tracing.trace import Kind, ModelTrace
 __all__ = ["DispatchExperts", "ExpertExchange", "check_spread"]
 
 
-def check_spread(name: str, trace: ModelTrace, config: Mapping[str, Any], of: ExpertConfig) -> None:
-    """Raise ValueError if the model's experts cannot be spread over ranks as `of` asks."""
-    if of.size == 1:
+def check_spread(
+    name: str, trace: ModelTrace, config: Mapping[str, Any], expert: ExpertConfig
+) -> None:
+    """Raise ValueError if the experts of a model cannot be spread over ranks as `expert` says.
+
+    `name`: the class of the model; `config`: its config.json.
+    """
+    if expert.size == 1:
         return
-    key = f"parallel.expert.size={of.size}"
+    key = f"parallel.expert.size={expert.size}"
     if not trace.elements(ParameterRole.EXPERT):
         raise ValueError(f"{key} needs experts that isp can shard, and {name} has none: use 1")
     if config.get("zero_expert_num"):
@@ -71,9 +68,9 @@ def check_spread(name: str, trace: ModelTrace, config: Mapping[str, Any], of: Ex
 
 
 class DispatchExperts(ShardedExperts):
-    """Experts of which this rank computes some, for the tokens of all ranks that share them.
+    """Computes some experts of a module, for the tokens of all ranks that share its experts.
 
-    In isp mode the stacks of its experts are gathered over the ranks that have the same experts.
+    In mode isp the stacks of these experts are gathered over the ranks that have the same experts.
     """
 
     def __init__(
@@ -99,7 +96,8 @@ class DispatchExperts(ShardedExperts):
             for key, value in vars(module).items()
             if type(value) is int and value == num_experts and "expert" in key
         ]
-        """Attributes that hold the number of experts, known by value and name."""
+        """Attributes with the number of experts, recognized by value and name; the module's own
+        code may read them."""
 
     def wrap(self, inner: ModuleForward) -> ModuleForward:
         self.own_code = inner
@@ -107,23 +105,24 @@ class DispatchExperts(ShardedExperts):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
         """Compute the experts of all tokens, as the module's forward."""
-        if factors := kwargs.get("factors"):  # the factors of adapters, [E, .., ..] each
+        # Adapters pass their factors [E, .., ..] (`expert_adapters`): take those of own experts.
+        if factors := kwargs.get("factors"):
             own = {n: tuple(x[self._exchange.own] for x in pair) for n, pair in factors.items()}
             kwargs = {**kwargs, "factors": own}
         leaves, spec = tree_flatten((args, kwargs))
         tokens, numbers = leaves[:2]
         place = weights_among(leaves, numbers)
-        assert place is not None, "the trace knows"
+        assert place is not None, "check_spread requires routing weights"
         sent = self._exchange.dispatch(tokens, numbers, leaves[place])
         if self.ahead is not None:
             self.ahead.compute(tokens)
-        leaves[0] = leaves[place] = None  # received rows take the places of these
+        leaves[0] = leaves[place] = None  # received rows will take their places, so free these
         return self.on_whole(self._compute_received, sent, leaves, place, spec)
 
     def _compute_received(
         self, sent: Sent, leaves: list[Any], place: int, spec: TreeSpec
     ) -> Tensor:
-        """Compute the rows that this rank receives, and send the results back.
+        """Compute the rows that this rank receives, send the results back, and return the sums.
 
         `leaves` and `spec`: the arguments of the call, flattened, without the tokens (leaf 0) and
         routing weights (leaf `place`) that were sent.
@@ -136,20 +135,20 @@ class DispatchExperts(ShardedExperts):
             return self.run_own(self._own_experts, args, kwargs)
 
         read = [*self.module.parameters(), *tensors_in(leaves)]
-        # With gathered weights, the recompute of a block runs up to `_Leave`, beyond the exchange.
+        # With gathered weights, the recompute of a block runs up to `_Leave`, after the exchange.
         return self._exchange(compute, sent, read, self.communicator.gathers_weights)
 
     def _own_experts(self, *args: Any, **kwargs: Any) -> Any:
         """Call the module's own code as if the module had only the experts of this rank."""
         own, num_experts = self._exchange.own, self._exchange.bounds[-1]
         for key in self._counts:
-            setattr(self.module, key, own.stop - own.start)  # as many as its stacks have
+            setattr(self.module, key, own.stop - own.start)  # the code may loop over so many
         vectors = {name: getattr(self.module, name)[own] for name in self._vectors}
         try:
             with reparametrized(self.module, vectors):
                 return self.own_code(*args, **kwargs)
         finally:
-            for key in self._counts:  # restored, because the model's own code may read it
+            for key in self._counts:  # restored, because code outside of the experts may read it
                 setattr(self.module, key, num_experts)
 
 
@@ -162,10 +161,10 @@ results [M, D]."""
 
 @dataclass(eq=False)
 class _Route:
-    """The transfers of one part of the tokens: rows to their experts, and back.
+    """The transfers of one part of the tokens: rows to their experts, and results back.
 
-    It joins the autograd nodes of the part, and has no tensors: in a recomputed block it lives as
-    long as the nodes of the first forward.
+    The autograd nodes of the part share it. It has no tensors except those in flight: in a
+    recomputed block it lives as long as the nodes of the first forward, and would keep them.
     """
 
     channel: Channel
@@ -178,9 +177,10 @@ class _Route:
     """The transfers in flight, in the order in which they are waited for."""
 
     def launch(self, rows: Iterable[Tensor], what: str, *, back: bool = False) -> list[Tensor]:
-        """Launch the transfer of rows to their experts, or `back`; return the buffers it fills.
+        """Launch the transfer of `rows` to their experts, or `back`; return the buffers it fills.
 
-        Each tensor is [R, ..] -> [M, ..], or [M, ..] -> [R, ..] back. `what` names it in the log.
+        Each tensor is [R, ..] -> [M, ..], or [M, ..] -> [R, ..] back. `what`: the name of the
+        transfer in the log. Wait for the buffers with `wait`.
         """
         there, here = (self.received, self.sent) if back else (self.sent, self.received)
         tag = self.tag._replace(tensor=what)
@@ -206,19 +206,19 @@ class _Part(NamedTuple):
 
     route: _Route
     entry: Tensor
-    """[R], the index of each row among the N k entries of the tokens' expert indices."""
+    """The index of each row among the N k entries of the tokens' expert indices, [R]."""
     token: Tensor
-    """[R], the token of each row."""
+    """The index of each row's token, [R]."""
     of_token: Tensor
-    """[N, k], the rows of each token, from its lowest expert to its highest."""
+    """The indices of the rows of each token, from its lowest expert to its highest, [N, k]."""
     numbers: Tensor
-    """[M, 1], the expert of each received row, numbered within this rank's experts."""
+    """The expert of each received row, as an index into this rank's experts, [M, 1]."""
     buffers: tuple[Tensor, ...] = ()
-    """The buffers of received tokens [M, D] and routing weights [M, 1], once launched."""
+    """The buffers for received tokens [M, D] and routing weights [M, 1], after the launch."""
 
 
 class Sent(NamedTuple):
-    """Tokens in flight to their experts."""
+    """The tokens that `ExpertExchange.dispatch` has sent to their experts."""
 
     parts: list[_Part]
     num_tokens: int
@@ -226,7 +226,7 @@ class Sent(NamedTuple):
 
 
 class ExpertExchange:
-    """The exchange of tokens between ranks that each have some of the experts of a layer.
+    """Exchanges tokens between ranks that each have some of the experts of a block.
 
     Source: GShard (arXiv 2006.16668), without a capacity limit: no token is dropped.
     """
@@ -259,7 +259,7 @@ class ExpertExchange:
 
         The CPU waits for the device once, for the numbers of rows.
         """
-        # Padded, so that each of the ranks with the same tokens sends as many.
+        # Pad, because each of the ranks with the same tokens must send equally many.
         count, pad = len(tokens), (0, 0, 0, -len(tokens) % self.same_tokens.size)
         tokens, numbers, weights = (
             scatter_to_sequence_parallel_region(F.pad(x, pad) if pad[-1] else x, self.same_tokens)
@@ -281,16 +281,17 @@ class ExpertExchange:
     def __call__(self, compute: Compute, sent: Sent, read: Sequence[Tensor], saves: bool) -> Tensor:
         """Return for each token that was `sent` the sum of its experts' results, [N, D].
 
-        `compute` is called with the rows that this rank received, and their experts numbered within
-        this rank's. `read`: all other tensors that it reads. `saves`: True if a
-        recompute runs beyond this exchange in any case, see `_Combine`.
+        `compute`: computes the rows that this rank received. `read`: all other tensors that
+        `compute` reads, which may need gradients. `saves`: True if the recompute of a block runs
+        beyond this exchange in any case, see `_Combine`.
         """
         try:
             sums = self._sums(compute, sent.parts, read, saves)
         except BaseException:
-            # A recompute ends with one, at the last tensor that it is for. Results of the parts
-            # before are in flight then; nothing else would wait for them and free their buffers.
-            # After an error of the code, other ranks may have launched nothing to wait for.
+            # A recompute ends with an exception, as soon as it has restored its last tensor. The
+            # results of earlier parts are in flight then, and only this code can wait for them and
+            # free their buffers. Not after an error of the model's code: other ranks may have
+            # launched nothing, and waiting would hang.
             if self.ranks.log.phase is Phase.RECOMPUTE:
                 for part in sent.parts:
                     part.route.wait()
@@ -308,19 +309,25 @@ class ExpertExchange:
         read: Sequence[Tensor],
         saves: bool,
     ) -> list[Tensor]:
-        """Return the sums of each part of the tokens; all results are sent before any is added."""
+        """Return the sums [N, D] of each part of the tokens.
+
+        All results are sent back before the first part is summed, so that transfers overlap.
+        """
         back = []
         for part in parts:
             x, w = _Arrive.apply(*part.buffers, part.route)
             if len(x):
                 y = compute(x, part.numbers, w)
-            else:  # [Note: Every rank takes part]; empty, but connected to all inputs
+            else:  # [Note: Every rank takes part]: y is empty, but its graph leads to all inputs
                 y = joined(x * w, *read) * torch.ones_like(w)
             back.append(_Return.apply(y.to(x.dtype), part.route))
         return [_Combine.apply(rows, part, saves) for rows, part in zip(back, parts, strict=True)]
 
     def _routes(self, parts: Sequence[Tensor]) -> list[_Part]:
-        """Return each part of the tokens, given its expert indices [N, k]."""
+        """Return the parts of the tokens, not launched yet, from their expert indices [N, k].
+
+        All ranks of the expert group exchange their counts here.
+        """
         num_experts, size = self.bounds[-1], self.ranks.size
         flat = [part.flatten().long() for part in parts]
         counts = torch.stack(
@@ -329,7 +336,8 @@ class ExpertExchange:
         every = counts.new_empty(size, *counts.shape)  # [ranks, parts, E]
         tag = self._tag._replace(tensor="counts")
         self.ranks.all_gather_into(every, counts.unsqueeze(0), tag=tag).wait()
-        # Rows from each rank to each: differences of running sums at the bounds between ranks.
+        # Rows that each rank sends to each: experts of a rank are consecutive, so they are the
+        # differences of running sums over experts at the bounds between ranks.
         sums = every.cumsum(-1)
         sums = torch.cat([sums.new_zeros(*sums.shape[:-1], 1), sums], -1)[..., self.bounds].diff()
         rows = sums.tolist() if not sums.is_meta else _even(parts, size)  # the CPU's one wait
@@ -341,12 +349,12 @@ class ExpertExchange:
     def _part(self, numbers: Tensor, own: Tensor, rows: list[list[int]]) -> _Part:
         """Return the part of the tokens with expert indices `numbers` [N, k].
 
-        `own` [ranks, e]: rows from each rank for each expert of this rank. `rows`: rows from each
-        rank to each.
+        `own` [ranks, this rank's experts]: the number of rows that each rank sends to each of these
+        experts. `rows`: the number of rows that each rank sends to each rank.
         """
         me, k = self.ranks.rank, numbers.shape[1]
-        entry = numbers.flatten().argsort(stable=True)  # by expert, then by token
-        token = entry // k
+        entry = numbers.flatten().argsort(stable=True)  # rows by expert, then by token
+        token = entry // k  # an entry of `numbers` belongs to token entry // k
         received = [of_rank[me] for of_rank in rows]
         # Received rows are sorted by rank, and those of a rank by expert.
         local = torch.arange(own.shape[1], device=own.device).repeat(len(own))
@@ -360,7 +368,10 @@ class ExpertExchange:
 
 
 def _even(parts: Sequence[Tensor], size: int) -> list[list[list[int]]]:
-    """Return rows from each rank to each, for each part, spread evenly: for the meta device."""
+    """Return by part how many rows each rank sends to each, spread evenly.
+
+    For the meta device, where counts have no values.
+    """
     ranges = [[len(chunk_range(x.numel(), size, i)) for i in range(size)] for x in parts]
     return [ranges] * size
 
@@ -368,7 +379,7 @@ def _even(parts: Sequence[Tensor], size: int) -> list[list[list[int]]]:
 def _sum_by_token(rows: Tensor, of_token: Tensor) -> Tensor:
     """Sum the rows of each token in the order of experts: [R, D] -> [N, D].
 
-    This is the order in which a single process adds them up.
+    A single process adds them in this order, so the bits are the same.
     """
     total = rows[of_token[:, 0]]
     for column in of_token.unbind(1)[1:]:
@@ -377,8 +388,10 @@ def _sum_by_token(rows: Tensor, of_token: Tensor) -> Tensor:
 
 
 class _Dispatch(Function):
-    """forward   launches tokens [N, D] and weights [N, k] to their experts: [M, D], [M, 1]
-    backward  waits for their gradients, and sums those of each token
+    """The autograd node that launches the transfer of tokens to their experts.
+
+    forward   launches tokens [N, D] and routing weights [N, k]: buffers [M, D], [M, 1]
+    backward  waits for the gradients of both, and sums those of each token
     """
 
     @staticmethod
@@ -398,7 +411,9 @@ class _Dispatch(Function):
 
 
 class _Arrive(Function):
-    """forward   waits for dispatched rows
+    """The autograd node that waits for the tokens that this rank receives.
+
+    forward   waits for the rows that `_Dispatch` launched
     backward  launches their gradients back to the tokens' ranks
     """
 
@@ -416,7 +431,9 @@ class _Arrive(Function):
 
 
 class _Return(Function):
-    """forward   launches the results of experts back to the tokens' ranks: [M, D] -> [R, D]
+    """The autograd node that launches the transfer of results back to the tokens' ranks.
+
+    forward   launches the results of experts: [M, D] -> buffer [R, D]
     backward  waits for their gradient
     """
 
@@ -433,12 +450,14 @@ class _Return(Function):
 
 
 class _Combine(Function):
-    """forward   waits for the rows and sums those of each token: [R, D] -> [N, D]
+    """The autograd node that waits for the results of experts and sums those of each token.
+
+    forward   waits for the rows and sums those of each token: [R, D] -> [N, D]
     backward  launches their gradient to the experts
 
-    Backward needs the rows' tokens [R]. A recompute ends with the last saved tensor, so saving them
-    here would repeat the transfer of results in it. They are saved only with `saves`, if the
-    recompute goes on in any case; else they are kept.
+    Backward needs the index of each row's token [R]. A recompute runs up to its last saved tensor,
+    so saving the indices here would make it transfer the results again. They are saved only if
+    `saves`: the recompute runs beyond this node in any case. Otherwise `ctx` keeps them.
     """
 
     @staticmethod

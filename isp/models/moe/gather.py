@@ -1,4 +1,4 @@
-"""`GatherExperts`: a module with experts of which each rank computes all, on gathered weights."""
+"""`GatherExperts`: compute all experts of a module on each rank, with gathered weights."""
 
 from __future__ import annotations
 
@@ -13,13 +13,14 @@ __all__ = ["GatherExperts"]
 
 
 class GatherExperts(ShardedExperts):
-    """Experts for the tokens of this rank, whose stacks are gathered over the weight group."""
+    """Computes all experts for this rank's tokens, with stacks gathered over the weight group."""
 
     def wrap(self, inner: ModuleForward) -> ModuleForward:
         self.own_code = inner
+        # Without gathered weights the parameters are whole, so the module's own code can run.
         return self.__call__ if self.communicator.gathers_weights else inner
 
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
-        if self.ahead is not None:
+        if self.ahead is not None:  # before the gathers are waited for
             self.ahead.compute((*args, *kwargs.values())[0])
         return self.on_whole(self.run_own, self.own_code, args, kwargs)

@@ -1,4 +1,4 @@
-"""The number of tokens that each expert gets, and the update of router biases that evens it out.
+"""Count the tokens of each expert, and update the biases of routers to even the counts out.
 
 L modules with experts, E experts of the largest, N tokens of a call, k experts of each token
 """
@@ -28,14 +28,17 @@ __all__ = [
 ]
 
 _BIASES = ("e_score_correction_bias", "expert_bias")
-"""Names in transformers of the bias that a router adds to its scores only to choose experts."""
+"""The names that transformers gives to the bias that routers add to scores to choose experts.
+
+The bias does not change the weights of the chosen experts."""
 
 
 def router_dtype(model: Any, trace: ModelTrace, name: str, dtype: torch.dtype) -> torch.dtype:
     """Return the dtype of the tensor `name` in a model that is computed in `dtype`.
 
-    Biases of routers have at least float32, because an update is too small for a narrower dtype;
-    so have routers that transformers keeps in float32. All others have `dtype`.
+    Biases of routers have float32 at least, because a narrower dtype would lose the small updates.
+    Routers that transformers keeps in float32 have float32 at least, too; all other tensors have
+    `dtype`.
     """
     kept = getattr(model, "_keep_in_fp32_modules_strict", None) or ()
     routes = trace.roles.get(name) is ParameterRole.ROUTER and any(key in name for key in kept)
@@ -44,7 +47,7 @@ def router_dtype(model: Any, trace: ModelTrace, name: str, dtype: torch.dtype) -
 
 
 def experts_of(shape: nn.Module, trace: ModelTrace) -> dict[str, int]:
-    """Return the modules with experts that are called as in transformers, by name, with E of each.
+    """Return by name the modules with experts that are called as in transformers, with their E.
 
     `shape`: the traced model, on any device.
     """
@@ -54,19 +57,19 @@ def experts_of(shape: nn.Module, trace: ModelTrace) -> dict[str, int]:
 
 
 def saved_buffers(shape: nn.Module, trace: ModelTrace) -> dict[str, tuple[int, ...]]:
-    """Return by name the shapes of buffers that training may change, so that checkpoints have them.
+    """Return by name the shapes of the buffers that checkpoints contain, as training changes them.
 
-    These are biases of routers that are no parameters.
+    These are the biases of routers that are buffers, not parameters.
     """
     biases = {*_biases_of(shape, experts_of(shape, trace)).values()}
     return {name: tuple(b.shape) for name, b in shape.named_buffers() if name in biases}
 
 
 def _biases_of(model: nn.Module, experts: Mapping[str, int]) -> dict[str, str]:
-    """Return for each of `experts` the name of the bias by which its router chooses, if it has one.
+    """Return by module with experts the name of its router's bias, for modules that have one.
 
-    `experts`: modules by name, with the number of experts in each. The bias is found next to the
-    experts, by its name and its number of elements.
+    `experts`: modules by name, with the number of experts in each. The bias is recognized by its
+    name, its number of elements, and its place in the same parent module.
     """
     tensors = dict([*model.named_buffers(), *model.named_parameters()])
     biases = [name for name in tensors if name.rpartition(".")[2] in _BIASES]
@@ -102,7 +105,7 @@ def check_bias_update(
 
 
 class ExpertLoad:
-    """The number of tokens of each expert in the forward passes of a step, counted on the device.
+    """Counts the tokens of each expert in the forwards of a step, on the device; updates biases.
 
     Source of the update of biases: Wang et al. 2024 (arXiv 2408.15664), as in DeepSeek-V3.
     """
@@ -117,9 +120,10 @@ class ExpertLoad:
         self._model, self._rate, self._experts = model, rate, dict(experts)
         self._biases, most = _biases_of(model, experts), max(experts.values())
         self._sizes = torch.tensor([[size] for size in experts.values()]).to(device)
+        # Modules may have different numbers of experts: True for the columns that a module has.
         self._exists = torch.arange(most, device=device) < self._sizes
         self.counts = torch.zeros(len(experts), most + 1, dtype=torch.int64, device=device)
-        """[L, E + 1], tokens since `clear`; the last column collects those that do not count."""
+        """Tokens since `clear`, [L, E + 1]; the last column has the tokens that do not count."""
         self._masks: tuple[Tensor, ...] | None = None
         """The masks given to `counting`; None: tokens are not counted now."""
         for index, name in enumerate(experts):
@@ -128,10 +132,11 @@ class ExpertLoad:
 
     @contextmanager
     def counting(self, *masks: Tensor) -> Iterator[None]:
-        """Count tokens in this context, except those that are False in `masks`.
+        """Count tokens in this context, except those whose entry in a mask is False.
 
-        `masks`: one for the tokens of the sequence [B, S] and one for this rank's [B, S'], told
-        apart by size. Recomputation runs outside of the context, so it counts nothing twice.
+        `masks`: one for all tokens of the sequence [B, S] and one for this rank's tokens [B, S'],
+        distinguished by size. Recomputation must run outside of the context, or it would count
+        tokens twice.
         """
         self._masks = masks
         try:
@@ -144,20 +149,20 @@ class ExpertLoad:
         self.counts.zero_()
 
     def tokens(self) -> Tensor:
-        """Return this rank's counts [L, E], which are 0 for layers of other pipeline stages.
+        """Return this rank's counts [L, E], which are 0 for blocks of other pipeline stages.
 
         If several ranks count the same tokens, the sum over ranks counts each token several times,
-        equally often in all columns of a layer.
+        but as often for each expert of a block, so loads relative to the mean are right.
         """
         return self.counts[:, :-1].contiguous()
 
     def figures(self, counts: Tensor) -> Tensor:
-        """Return the largest load and the number of unused experts, over all layers; [2], float64.
+        """Return [2] in float64: the largest load, and the number of unused experts, of all blocks.
 
-        counts [L, E] are summed over ranks. The load of an expert is its number of tokens as a
-        multiple of the mean in its layer.
+        counts [L, E] are summed over ranks. The load of an expert is its number of tokens divided
+        by the mean of its block.
         """
-        mean = (counts.sum(1, keepdim=True) / self._sizes).clamp(min=1e-9)
+        mean = (counts.sum(1, keepdim=True) / self._sizes).clamp(min=1e-9)  # not 0
         unused = ((counts == 0) & self._exists).sum()
         return torch.stack(((counts / mean).max().double(), unused.double()))
 
@@ -165,37 +170,37 @@ class ExpertLoad:
     def update_biases(self, counts: Tensor) -> None:
         """Lower the biases of experts with more tokens than the mean, and raise those with fewer.
 
-        Called after a step with counts [L, E] summed over ranks, so it does the same on all ranks.
+        Call it after a step with counts [L, E] summed over ranks, so that all ranks do the same.
         """
         if not self._rate:
             return
-        # mean - count, multiplied by the number of experts to stay in integers
+        # The sign of mean - count, from both times the number of experts, which are integers.
         moves = (counts.sum(1, keepdim=True) - counts * self._sizes).sign()
         for move, (name, size) in zip(moves, self._experts.items(), strict=True):
             if name in self._biases:
                 bias = attrgetter(self._biases[name])(self._model)
-                # Parameters of other stages are one element expanded, and cannot be written.
+                # Parameters of other pipeline stages are one expanded element: do not write them.
                 if bias.is_contiguous():
                     bias += move[:size].to(bias.dtype).view_as(bias) * self._rate
 
     def _count(
         self, index: int, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
-        """Count the tokens that experts are called with, as a forward pre-hook."""
+        """Count the tokens of a call of experts; a forward pre-hook. `index`: the row of counts."""
         if self._masks is None:
             return
         numbers = _numbers((*args, *kwargs.values()))
         counts, seen = self.counts[index], [m for m in self._masks if m.numel() == len(numbers)]
         if seen:  # a call with a tile of the tokens fits no mask, so all of its tokens count
             numbers = numbers.masked_fill(~seen[0].reshape(-1, 1), len(counts))
-        # Masked tokens, and entries that are routed to no expert (numbers from this module's size
-        # on), go to the last column.
+        # The last column counts masked tokens and entries without an expert, whose index is this
+        # module's number of experts or more.
         numbers = numbers.flatten().long()
         numbers = numbers.masked_fill(numbers >= self._sizes[index], len(counts) - 1)
         counts.scatter_add_(0, numbers, torch.ones_like(numbers))
 
 
 def _numbers(given: Iterable[Any]) -> Tensor:
-    """Return the expert indices of each token [N, k] among the arguments of experts."""
+    """Return the expert indices [N, k] among the arguments of experts: the first integer tensor."""
     found = next(x for x in given if isinstance(x, Tensor) and not x.is_floating_point())
     return found.flatten(0, -2)

@@ -1,10 +1,7 @@
-"""The losses that balance experts: the load-balancing loss and the z-loss of routers.
+"""The load-balancing loss and the z-loss of routers, whose gradients are added in backward.
 
-[Note: Gradients of router losses] The load-balancing loss is num_experts * sum(f * p), where f is
-each expert's share of the tokens, which has no gradient, and p its mean probability, both over all
-layers and all tokens of a sequence. f is known when the forward is over, before any backward. So a
-router's outputs pass through a node that adds the gradient of the losses to the gradient of its
-logits in backward; no autograd graph leads from the routers to a loss.
+No autograd graph leads from the routers to these losses. See [Note: Gradients of router losses] in
+docs/design/notes/experts.md.
 
 N tokens that a router is called with, E experts, k experts of each token
 """
@@ -30,12 +27,12 @@ __all__ = ["RouterLosses", "check_router_losses", "make_router_losses"]
 
 
 def _find_routers(model: Any) -> list[tuple[nn.Module, int]]:
-    """Return the routers of a transformers model, as it declares them for its own losses.
+    """Return the routers of a transformers model, which it declares for its own losses.
 
-    Each comes with the index of the logits [N, E] in its output. Raises ValueError for a model that
-    declares none.
+    Each router comes with the index of the logits [N, E] in its output. Raises ValueError for a
+    model that declares none.
     """
-    # transformers lists for each class of models the modules whose outputs it records.
+    # Each class of models in transformers lists the modules whose outputs it records.
     kinds = [getattr(part, "_can_record_outputs", None) or {} for part in model.modules()]
     found: list[tuple[nn.Module, int]] = []
     recorders = {id(r): r for kind in kinds if (r := kind.get("router_logits")) is not None}
@@ -57,58 +54,63 @@ def _find_routers(model: Any) -> list[tuple[nn.Module, int]]:
 
 
 class _Routing:
-    """Sums over the tokens of one forward, for the losses of its routers and their gradients."""
+    """The sums over tokens in one forward, from which losses and their gradients are computed."""
 
     def __init__(self, mask: Tensor, own: Tensor, weight: float, scale: Tensor) -> None:
-        """Set sums to zero; see `RouterLosses.begin` for the arguments."""
+        """Set the sums to zero; the arguments are those of `RouterLosses.begin`."""
         self.mask, self.own = mask, own
         self.weight, self.scale = weight, scale
         zero = mask.new_zeros((), dtype=torch.float64)
         self.counts = self.probabilities = zero
-        """Sums over tokens and layers, [E] after the first router: choices and probabilities of
-        each expert; `end` divides the choices by the number of tokens."""
+        """How often each expert is chosen, and the sum of its probabilities, over tokens and
+        blocks: [E] after the first router. `RouterLosses.end` divides `counts` by the number of
+        tokens."""
         self.z = zero
-        """The sum of the tokens' z-losses over all layers."""
+        """The sum of the tokens' z-losses over all blocks."""
         self.num_rows = zero
-        """The number of tokens that count, summed over all layers."""
+        """The number of tokens that count, summed over all blocks."""
         self.whole = False
-        """True if routers are called with all tokens of the sequence, False if with a rank's."""
+        """True if routers are called with all tokens of the sequence, False if with this rank's."""
         self.is_over = False
-        """True after the forward: routers that run again in a recompute are not counted."""
+        """True after the forward: calls of routers in a recompute are not counted again."""
 
     def tokens(self, count: int) -> Tensor:
-        """Return which tokens count, [N], of the `count` tokens that a router is called with."""
+        """Return the mask [N] of the N = `count` tokens that a router is called with."""
         self.whole = count == self.mask.numel()
         found = self.mask if self.whole else self.own
         assert found.numel() == count, (found.shape, count)
         return found.flatten()
 
     def add(self, logits: Tensor, top_k: int) -> None:
-        """Add the sums of one router, from its logits [N, E]."""
+        """Add the tokens of one router to the sums, given its logits [N, E]."""
         seen = self.tokens(len(logits)).unsqueeze(-1)
         probabilities = logits.softmax(-1)
         chosen = probabilities.topk(top_k, dim=-1).indices
-        counts = torch.zeros_like(probabilities).scatter_(-1, chosen, 1)
+        counts = torch.zeros_like(probabilities).scatter_(-1, chosen, 1)  # one-hot of k experts
         self.counts = counts.mul_(seen).sum(0) + self.counts
         self.probabilities = probabilities.mul_(seen).sum(0) + self.probabilities
         self.z = self.z + (logits.logsumexp(-1) ** 2 * seen[:, 0]).sum()
         self.num_rows = self.num_rows + seen.sum()
 
     def gradient(self, logits: Tensor, coefficients: RouterCoefficients) -> Tensor:
-        """Return the gradient of the losses to the logits of a router, [N, E]."""
+        """Return the gradient of the losses with respect to a router's logits, [N, E].
+
+        Only after `RouterLosses.end`.
+        """
         seen = self.tokens(len(logits)).unsqueeze(-1)
         softmax = logits.softmax(-1)
-        # After `end`, `counts` has the shares f; the gradient to p goes through the softmax.
+        # d aux / d p = E f / tokens, with f in `counts`; then through the softmax p of the logits:
+        # d / d logits = p (g - sum(p g)).
         of_p = self.counts * (coefficients.aux * len(self.counts) / self.num_rows)
         of_logits = softmax * (of_p - (softmax * of_p).sum(-1, keepdim=True))
-        if coefficients.z:  # z is the mean of logsumexp squared
+        if coefficients.z:  # z is the mean of lse^2, and d lse / d logits is the softmax
             lse = logits.logsumexp(-1, keepdim=True)
             of_logits += softmax * (lse * 2 * coefficients.z / self.num_rows)
         return of_logits * seen * (self.scale * self.weight)
 
 
 def _experts_of_a_token(config: dict[str, Any]) -> int:
-    """Return the number of experts of each token; raise ValueError if the config has none."""
+    """Return k, the number of experts of each token; raise ValueError if no key has it."""
     for name in ("num_experts_per_tok", "top_k_experts", "moe_topk", "moe_top_k", "moe_k"):
         if isinstance(config.get(name), int):
             return int(config[name])
@@ -116,34 +118,35 @@ def _experts_of_a_token(config: dict[str, Any]) -> int:
 
 
 class RouterLosses:
-    """The losses of a model's routers, over the tokens of all ranks that share a sequence.
+    """Computes the losses of a model's routers, over the tokens of all ranks of a sequence.
 
-    Each forward begins with `begin` or `leave_out`, and one with losses ends with `end`. Sources:
-    Switch Transformer (arXiv 2101.03961), equations 4 to 6; ST-MoE for the z-loss. As in
-    `load_balancing_loss_func` of transformers, all layers count together.
+    Call `begin` before a forward with losses, and `end` after it; call `leave_out` before a forward
+    without. Sources: Switch Transformer (arXiv 2101.03961), equations 4 to 6; ST-MoE for the
+    z-loss. As in `load_balancing_loss_func` of transformers, all blocks count together.
     """
 
     def __init__(
         self,
         routers: list[tuple[nn.Module, int]],
         top_k: int,
-        of: RouterCoefficients,
+        coefficients: RouterCoefficients,
         channel: Channel,
     ) -> None:
         """`routers`: each with the index of the logits in its output; `top_k`: experts of a token.
 
         `channel`: the ranks that share a sequence.
         """
-        self._top_k, self.coefficients, self._channel = top_k, of, channel
+        self._top_k, self.coefficients, self._channel = top_k, coefficients, channel
         self._routing: _Routing | None = None
         for router, place in routers:
             router.register_forward_hook(partial(self._routed, place))
 
     def begin(self, mask: Tensor, own: Tensor, *, weight: float, scale: Tensor) -> None:
-        """Begin a forward with router losses, which have this `weight` in the loss of the step.
+        """Begin a forward with router losses.
 
-        `mask` [B, S] is True for the tokens of the sequence that count, `own` [B, S'] for those of
-        this rank. Gradients are multiplied by `scale` [].
+        `mask` [B, S]: True for the tokens of the sequence that count; `own` [B, S']: the same for
+        this rank's tokens. `weight`: the factor of the losses in the loss of the step. `scale` []:
+        a further factor of the gradients.
         """
         self._routing = _Routing(mask, own, weight, scale)
 
@@ -152,7 +155,10 @@ class RouterLosses:
         self._routing = None
 
     def scaling(self) -> Callable[[Tensor], None]:
-        """Return a function that multiplies the gradients of the last forward's losses."""
+        """Return a function that multiplies the gradients of the last forward's losses by [].
+
+        The gradients are computed in backward, so call the function before that.
+        """
         routing = self._routing
         assert routing is not None
 
@@ -162,13 +168,17 @@ class RouterLosses:
         return scale
 
     def end(self) -> Tensor:
-        """End the forward; return the weighted sum of the losses [], of the whole sequence."""
+        """End the forward; return the weighted sum [] of the losses of the whole sequence.
+
+        All ranks of the channel must call it, because it may all-reduce the sums.
+        """
         routing = self._routing
         assert routing is not None
         routing.is_over = True
+        # One transfer for all sums: [E] choices, [E] probabilities, z, number of tokens.
         rest = torch.stack((routing.z, routing.num_rows)).to(routing.counts.dtype)
         totals = torch.cat((routing.counts, routing.probabilities, rest))
-        if not routing.whole:
+        if not routing.whole:  # routers saw this rank's tokens only
             tag = Tag(Purpose.LOSS, tensor="routers")
             totals = self._channel.all_reduce(totals, tag=tag).wait()
         num_rows = totals[-1].clamp(min=1)
@@ -179,15 +189,16 @@ class RouterLosses:
         return (self.coefficients.aux * aux + self.coefficients.z * z) * routing.weight
 
     def _routed(self, index: int, _: nn.Module, __: object, given: Any) -> Any:
-        """Count the output `given` of a router and tie its gradients to the losses.
+        """Count a router's output, and return it with a node that adds the losses' gradient.
 
-        A forward hook; `index`: the index of the logits in the output.
+        A forward hook; `given`: the output; `index`: the index of the logits in it.
         """
         routing = self._routing
         if routing is None:
             return given
         leaves, spec = tree_flatten(given)
         logits = given[index]
+        # In the recompute of a block the tokens are counted already.
         if not routing.is_over:
             routing.add(widened(logits.detach().flatten(0, -2)), self._top_k)
         if not (torch.is_grad_enabled() and logits.requires_grad):
@@ -201,16 +212,22 @@ class RouterLosses:
 
 
 class _Tied(Function):
-    """forward   the outputs of a router, unchanged
+    """The autograd node that adds the gradient of the losses to a router's logits.
+
+    forward   the outputs of the router, unchanged
     backward  their gradients, unchanged, and the gradient of the losses to the logits
     """
 
     @staticmethod
     def forward(
-        ctx: Any, logits: Tensor, routing: _Routing, of: RouterCoefficients, *given: Tensor
+        ctx: Any,
+        logits: Tensor,
+        routing: _Routing,
+        coefficients: RouterCoefficients,
+        *given: Tensor,
     ) -> tuple[Tensor, ...]:
         ctx.save_for_backward(logits)
-        ctx.routing, ctx.coefficients = routing, of
+        ctx.routing, ctx.coefficients = routing, coefficients
         return tuple(x.view_as(x) for x in given)
 
     @staticmethod
@@ -222,29 +239,30 @@ class _Tied(Function):
 
 
 def make_router_losses(
-    model: Any, config: dict[str, Any], of: RouterCoefficients, channel: Channel
+    model: Any, config: dict[str, Any], coefficients: RouterCoefficients, channel: Channel
 ) -> RouterLosses | None:
-    """Return the losses of a model's routers; None if their coefficients are 0."""
-    if not of.of_losses:
+    """Return the losses of a model's routers; None if both coefficients are 0."""
+    if not coefficients.of_losses:
         return None
-    return RouterLosses(_find_routers(model), _experts_of_a_token(config), of, channel)
+    return RouterLosses(_find_routers(model), _experts_of_a_token(config), coefficients, channel)
 
 
 def check_router_losses(
     model: Any,
     config: dict[str, Any],
-    of: RouterCoefficients,
+    coefficients: RouterCoefficients,
     experts: Mapping[str, int],
     *,
     num_stages: int,
     tiles: int,
 ) -> None:
-    """Raise ValueError if the model or layout cannot have the losses and bias update of `of`.
+    """Raise ValueError if model or layout cannot have the losses or the bias updates asked for.
 
-    `experts`: the result of `isp.models.moe.load_balance.experts_of`.
+    `experts`: the result of `isp.models.moe.load_balance.experts_of`; `num_stages`: the number of
+    pipeline stages; `tiles`: tokens of a tile, 0 without tiles.
     """
-    check_bias_update(model, experts, of.bias_rate, tiles=tiles)
-    if not of.of_losses:
+    check_bias_update(model, experts, coefficients.bias_rate, tiles=tiles)
+    if not coefficients.of_losses:
         return
     _find_routers(model)
     _experts_of_a_token(config)

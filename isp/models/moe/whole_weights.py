@@ -1,10 +1,8 @@
-"""`ShardedExperts`: a module with stacks of expert weights, and its code on whole stacks.
+"""`ShardedExperts`: run the code of a module with experts on whole stacks of their weights.
 
-[Note: Whole weights] A whole stack is in a buffer that is given back at the end of each use: one in
-forward, one in backward. So the module's own code runs between two autograd nodes. `_Leave`, which
-backward reaches first, gathers the stacks again, and `_Enter`, which it reaches last, gives them
-back and delivers their gradients. While the code runs, a tensor in a whole stack is saved for
-backward as its position there, so that the graph keeps no buffer.
+The code runs between two autograd nodes, which gather the stacks again in backward and free them;
+the graph saves positions in the stacks, not the stacks. See [Note: Whole weights] in
+docs/design/notes/experts.md.
 
 E experts
 """
@@ -42,7 +40,7 @@ __all__ = ["ExpertWeight", "ShardedExperts"]
 
 
 class ExpertWeight:
-    """One stack [E, .., ..] of expert weights as the communicator sees it: a holder of a shard."""
+    """The holder of one stack [E, .., ..] of expert weights, as the communicator knows it."""
 
     bias: nn.Parameter | None = None
 
@@ -50,15 +48,20 @@ class ExpertWeight:
         self.module = module
         self.name, self.weight_name = name, weight_name
         self.layouts: dict[str, ParameterLayout] = {}
-        """The layout of the weight, by local name; `WeightHolders` sets it."""
+        """The layout of the weight, by local name; `WeightHolders` sets this."""
 
     @property
     def weight(self) -> nn.Parameter:
+        """This rank's shard of the stack."""
         return self.module.get_parameter(self.weight_name)
 
 
 class ShardedExperts(ABC):
-    """A module with experts, whose stacks are read together; a subclass says by which rank."""
+    """A module with experts, whose stacks are gathered together and read by the module's own code.
+
+    The subclasses compute all experts on each rank (`GatherExperts`), or each expert on the ranks
+    that have it (`DispatchExperts`).
+    """
 
     def __init__(
         self,
@@ -83,10 +86,10 @@ class ShardedExperts(ABC):
         """Compute the experts of all tokens, as the module's forward."""
 
     def on_whole(self, code: Callable[..., Tensor], *args: Any) -> Tensor:
-        """Return `code(*args)`, with whole stacks as the module's parameters.
+        """Return `code(*args)`, run with whole stacks as the module's parameters.
 
-        [Note: Whole weights] says how backward reads them. Without gathered weights the parameters
-        are read as they are.
+        In backward the stacks are whole again; see [Note: Whole weights]. If weights are not
+        gathered, the parameters are whole already.
         """
         if not self.communicator.gathers_weights:
             return code(*args)
@@ -99,7 +102,7 @@ class ShardedExperts(ABC):
         reads = _BackwardReads(self)
         with self.whole(Phase.FORWARD) as whole:
             tie, *inside = _Enter.apply(*inputs, whole, reads)
-            for i, x in zip(places, inside, strict=False):  # the rest are the stacks
+            for i, x in zip(places, inside, strict=False):  # after these come the stacks
                 leaves[i] = x
             with reads.positions_saved(whole):
                 y = self._run(code, tree_unflatten(leaves, spec), inside[len(places) :])
@@ -108,10 +111,10 @@ class ShardedExperts(ABC):
 
     @contextmanager
     def whole(self, phase: Phase) -> Iterator[Sequence[Tensor]]:
-        """Yield the whole stacks, gathered in order, or in backward from the last to the first.
+        """Yield the whole stacks; backward gathers them from the last to the first.
 
-        All are waited for, even if no token of this rank needs them: gathering takes all ranks, and
-        the tokens of each rank decide what is read there, and when.
+        Waits for all stacks, even if no token of this rank needs them: all ranks must take part in
+        each gather, but which weights a rank reads, and when, depends on its tokens.
         """
         turn = slice(None, None, -1 if phase is Phase.BACKWARD else 1)
         with ExitStack() as stack:
@@ -122,23 +125,23 @@ class ShardedExperts(ABC):
     def _run(
         self, code: Callable[..., Tensor], args: Sequence[Any], whole: Sequence[Tensor]
     ) -> Tensor:
-        """Return `code(*args)` with `whole` as the stacks of the module; never a view of them."""
+        """Return `code(*args)`, run with `whole` as the module's stacks; no view of a stack."""
         names = (weight.weight_name for weight in self.weights)
         with reparametrized(self.module, dict(zip(names, whole, strict=True))):
             y = code(*args)
-        # The memory of the stacks is reused after this.
+        # Copy a view of a stack, because the memory of stacks is reused after this.
         return y if _index_in(y, [memory_of(w) for w in whole]) is None else y.clone()
 
     def run_own(
         self, code: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
     ) -> Tensor:
-        """Return `code(*args, **kwargs)`, the module's own code.
+        """Return `code(*args, **kwargs)`, where `code` is the module's own code, and check it.
 
         Raises TypeError if the result is not one tensor, and RuntimeError if the code writes into
         its arguments.
         """
         given = [x for x in tensors_in(args, kwargs) if x.is_floating_point()]
-        given = [x for x in given if not x.is_inference()]  # these count no writes
+        given = [x for x in given if not x.is_inference()]  # inference tensors have no version
         versions = [version_of(x) for x in given]
         y = code(*args, **kwargs)
         if not isinstance(y, Tensor):
@@ -153,13 +156,14 @@ class ShardedExperts(ABC):
         return y
 
     def deliver(self, weight: ExpertWeight, dw: Tensor | None, needs: NeedsGrad) -> Tensor | None:
-        """Give the gradient of a whole stack to the communicator.
+        """Pass the gradient `dw` of a whole stack on to the communicator.
 
-        Returns the gradient of the shard if autograd has to deliver it, else None.
+        Returns the gradient of the shard if autograd has to deliver it, else None. `needs`: whether
+        autograd needs the gradient.
         """
         if not needs:
             return None
-        if dw is None:  # no token went to an expert, but all ranks take part in the reduce-scatter
+        if dw is None:  # no token used the stack, but all ranks must take part in the reduction
             dw = weight.weight.new_zeros(weight.layouts[weight.weight_name].global_shape)
         returned = needs is NeedsGrad.VALUE
         return self.communicator.grad_hook(dw, module=weight, returned=returned)
@@ -169,7 +173,7 @@ class ShardedExperts(ABC):
 
 
 class _Position(NamedTuple):
-    """The position of a tensor within a whole stack."""
+    """The place of a tensor in a whole stack, from which backward restores the tensor."""
 
     stack: int
     """The index of the stack in `ShardedExperts.weights`."""
@@ -179,35 +183,35 @@ class _Position(NamedTuple):
 
 
 class _BackwardReads:
-    """The whole stacks that the backward of one call reads.
+    """Gathers the whole stacks for the backward of one call, and frees them.
 
-    It belongs to the call, not to the module: several calls may be in flight. If backward fails on
-    its way, the use ends with this object, which the graph keeps.
+    Each call has its own object, because several calls of a module may wait for backward.
     """
 
     def __init__(self, experts: ShardedExperts) -> None:
         self.experts = experts
         self._whole: Sequence[Tensor] = ()
-        # After a backward that failed, the use ends when the graph is freed, and with it this
-        # object: Python then closes the generator of `ShardedExperts.whole`.
+        # If a backward fails, nothing calls `end`. The graph keeps this object; when the graph is
+        # freed, Python closes the generator of `ShardedExperts.whole`, which frees the stacks.
         self._use = ExitStack()
 
     def begin(self) -> None:
-        """Gather the stacks."""
-        self.end()  # that of an earlier backward of the same graph, if it failed
+        """Gather the stacks for a backward."""
+        self.end()  # in case an earlier backward of the same graph failed
         self._whole = self._use.enter_context(self.experts.whole(Phase.BACKWARD))
 
     def end(self) -> None:
-        """Give the buffers of the stacks back, if there are any."""
+        """Return the buffers of the stacks to the pool, if they are gathered."""
         self._whole = ()
         self._use.close()
 
     def positions_saved(self, whole: Sequence[Tensor]) -> saved_tensors_hooks:
-        """Return a context in which a tensor in one of `whole` is saved as its position.
+        """Return a context in which autograd saves a tensor in one of `whole` as its position.
 
-        Other tensors go through the hooks that are in use outside, of a recompute for example.
+        For other tensors it calls the saved-tensor hooks that are in use outside of this context,
+        for example those of a recompute.
         """
-        # No closure may hold `whole`, which would keep the buffers in the graph.
+        # The closures below must not hold `whole`: the graph would keep the buffers.
         memories = [memory_of(w) for w in whole]
         starts = [(w.dtype, int(w.storage_offset())) for w in whole]
         pack_outside, unpack_outside = saved_tensors_hooks_in_use() or (_same, _same)
@@ -217,7 +221,8 @@ class _BackwardReads:
             if index is None:
                 return pack_outside(x)
             dtype, start = starts[index]
-            if x.dtype != dtype:  # a view as another dtype: its position cannot be restored
+            # `as_strided` cannot restore a view with another dtype: save a copy.
+            if x.dtype != dtype:
                 return pack_outside(x.clone())
             return _Position(index, x.shape, x.stride(), int(x.storage_offset()) - start)
 
@@ -228,8 +233,8 @@ class _BackwardReads:
             if not self._whole:
                 raise RuntimeError(
                     f"backward reached the code of {self.experts.name} other than through its"
-                    f" result, while its weights are not gathered: return all that needs a"
-                    f" gradient as the result, not in an attribute for example"
+                    f" result, so its weights are not gathered: return everything that needs a"
+                    f" gradient as the result, instead of storing it in an attribute for example"
                 )
             whole = self._whole[saved.stack]
             start = int(whole.storage_offset())
@@ -239,39 +244,44 @@ class _BackwardReads:
 
 
 def _same(x: Tensor) -> Tensor:
+    """Return x: a saved-tensor hook that does nothing."""
     return x
 
 
 def _index_in(x: Tensor, memories: Sequence[int]) -> int | None:
-    """Return the index of the storage of x among `memories`, of whole stacks; None: it has another.
+    """Return the index of the whole stack that x is a view of; None: of none.
 
-    The storage is all that views, views of views and detached views have in common.
+    `memories`: the storages of the stacks. Views, views of views and detached views have only their
+    storage in common.
     """
     memory = memory_of(x)
     return memories.index(memory) if memory in memories else None
 
 
 class _Enter(Function):
-    """forward   x.., shards.. -> a tie (empty), x.. and the stacks in `whole`, for the code inside
-    backward  ends the use of the stacks, gives dW of each to the communicator, the last one first
+    """The autograd node before the module's own code, which backward reaches last.
 
-    The tie goes to `_Leave`, so backward comes here even if no token of this rank reaches an
-    expert. It does so when it has run all nodes that lead to an output, and, as autograd first runs
-    what was recorded last, all that only lead to other parameters that the code reads.
+    forward   x.., shards.. -> a tie (empty), x.. and the stacks in `whole`, for the code inside
+    backward  frees the stacks; passes dW of each on to the communicator, the last one first
+
+    The tie is also an input of `_Leave`, so that backward reaches this node even if no token of
+    this rank reaches an expert. It comes here after all nodes that lead to an output of this node.
+    Nodes that lead only to other parameters of the module have run by then, too, because autograd
+    runs first what was recorded last.
     """
 
     @staticmethod
     def forward(ctx: Any, *given: Any) -> tuple[Tensor, ...]:
         *inputs, whole, reads = given
         ctx.reads = reads
-        # Without this, autograd would make zeros of the size of a stack that is not used.
+        # Otherwise autograd would allocate zeros as the gradient of a stack that is not used.
         ctx.set_materialize_grads(False)
         num_x = len(inputs) - len(whole)
-        stacks = [w.detach() for w in whole]  # new tensors: the pool keeps its own
+        stacks = [w.detach() for w in whole]  # outputs must be new tensors: the pool keeps `whole`
         needed = ctx.needs_input_grad[num_x : len(inputs)]
         frozen = [w for w, needs in zip(stacks, needed, strict=True) if not needs]
         ctx.mark_non_differentiable(*frozen)
-        # On the device of the weights: autograd runs the nodes of each device in a thread.
+        # On the weights' device, because autograd runs the nodes of each device in its own thread.
         tie = whole[0].new_empty(0)
         return tie, *(x.detach() for x in inputs[:num_x]), *stacks
 
@@ -290,7 +300,9 @@ class _Enter(Function):
 
 
 class _Leave(Function):
-    """forward   y of the code inside, after which the stacks are given back
+    """The autograd node after the module's own code, which backward reaches first.
+
+    forward   y, the result of the code; the stacks are freed afterwards
     backward  gathers the stacks, and waits for them
     """
 
@@ -304,13 +316,14 @@ class _Leave(Function):
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         reads: _BackwardReads = ctx.reads
-        # First of all: in a recomputed block, reading it starts the recompute, which runs up to
-        # here with all its gathers and exchanges.
+        # First: in a recomputed block, reading the tie starts the recompute, which runs up to here
+        # with all its gathers and exchanges.
         (tie,) = ctx.saved_tensors
         reads.begin()
         _, reaches_enter = needs_grad(ctx, 2)
         if not reaches_enter:
-            # `torch.autograd.grad` asks for something inside alone, or only biases are trained and
-            # x has no gradient: the stacks stay whole until the end of the backward pass.
+            # `_Enter` does not run, so it cannot free the stacks: `torch.autograd.grad` asks only
+            # for a tensor inside, or only biases are trained and x has no gradient. Free the stacks
+            # at the end of the backward pass.
             call_after_backward(reads.end)
         return dy, tie.detach(), None

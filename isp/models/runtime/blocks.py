@@ -26,7 +26,7 @@ __all__ = ["Blocks"]
 
 
 class Blocks:
-    """The blocks of a model on this rank: what each keeps for backward, and how each runs."""
+    """Runs the blocks of a model on this rank, and decides what each of them keeps for backward."""
 
     def __init__(
         self,
@@ -42,10 +42,11 @@ class Blocks:
         self._position = position
         recomputed = recomputed_blocks(len(trace.blocks), what.checkpoint)
         self.recomputed = dict(zip(trace.blocks, recomputed, strict=True))
-        """By block: True if it is recomputed, as a whole or except for its kept calls."""
+        """By block: True if backward recomputes it, as a whole or except for its kept calls."""
         self.input_kept: dict[str, bool] = {}
-        """By block of the rank's stages: True if its input is kept; False inside of a segment."""
-        self._whole: dict[str, Recomputer] = {}
+        """By block of the rank's stages: True if its input is kept; False after the first block of
+        a segment."""
+        self._recomputers: dict[str, Recomputer] = {}
         """The recomputer of each block of the rank; the blocks of a stage share one."""
         for stage in stages:
             recomputer = Recomputer(
@@ -55,31 +56,34 @@ class Blocks:
                 offload_to=layers.host if what.offload else None,
                 segment=what.segment,
             )
-            self._whole |= dict.fromkeys(stage.blocks, recomputer)
+            self._recomputers |= dict.fromkeys(stage.blocks, recomputer)
             kept = inputs_kept(tuple(self.recomputed[b] for b in stage.blocks), what.segment)
             self.input_kept |= dict(zip(stage.blocks, kept, strict=True))
         self.between_linears = what.between_linears
-        """True if in blocks that are not recomputed as a whole, everything between linears is."""
+        """True if blocks that are not recomputed as a whole recompute everything between their
+        linears."""
         tiled = (Kind.TILED,) if what.mlp_tile_tokens else ()
         self._of_recomputed = (*tiled, Kind.ATTENTION) if what.keeps_attention else tiled
         """The kinds of kept calls in recomputed blocks."""
         self._of_others = tuple(Kind) if what.between_linears else ()
-        """The kinds of kept calls in other blocks: all, so that only what is computed between them
-        is recomputed."""
+        """The kinds of kept calls in other blocks: none, or all kinds, so that only the code
+        between the calls is recomputed."""
         self._between = Recomputer(tracker=tracker, announce=layers.recomputing)
         self._known: dict[Hashable, Needs] = {}
-        """The needs of blocks, found in their first pass and shared by all later ones."""
+        """Which kept results the recompute of a block reads, by a key of `_kept_calls`; recorded in
+        the first pass and used by all later ones."""
 
     @property
     def learns(self) -> bool:
-        """True if the first forward finds out what later ones need not keep [Note: Watched]."""
+        """True if the first forward records which kept results a recompute reads, so that later
+        forwards keep only those [Note: Watched]."""
         return bool(self._of_recomputed or self.between_linears)
 
     def begin(self, left_out: frozenset[str]) -> None:
-        """Begin a forward pass of the model without the blocks `left_out`."""
-        # The first block that runs identifies the stage, whose recomputation starts over.
+        """Begin a forward of the model that leaves out the blocks `left_out`."""
+        # The first block that runs identifies the stage, whose blocks share a recomputer.
         first = next(block for block in self.recomputed if block not in left_out)
-        self._whole[first].begin()
+        self._recomputers[first].begin()
 
     def wrapper(self, block: str, module: nn.Module) -> Wrapper:
         """Return the wrapper `Wrap.BLOCK` of a block."""
@@ -103,7 +107,8 @@ class Blocks:
         """Run a block's `forward` in a pass of its own, which backward may recompute."""
         around = self._position.current(block)
         around.arrive(Kind.BLOCK, block)
-        if not args:  # all by keyword: the first one is the hidden states, which may be kept
+        # The recomputer may shard or offload the first positional argument, the hidden states.
+        if not args:
             first, *others = kwargs.items()
             forward, args, kwargs = _by_name(forward, first[0]), first[1:], dict(others)
         form, instead = self._trace.outputs.get(block), around.instead
@@ -111,8 +116,8 @@ class Blocks:
             x = args[0] if instead.received is None else instead.received
             return x if form is None else form.around(x)
 
-        # Taken now: a recompute uses the documents and positions of its own forward, also if other
-        # micro-batches ran in between.
+        # Read these now: a recompute needs the documents and positions of its own forward, but
+        # other micro-batches may run in between.
         masks, where = around.masks, current_positions()
         kept = self._kept_calls(block, module, args)
         calls, recomputed = self._calls[block], self.recomputed[block]
@@ -126,7 +131,7 @@ class Blocks:
                 return forward(*args, **kwargs)
 
         if recomputed and torch.is_grad_enabled():
-            out = self._whole[block](run, *args)
+            out = self._recomputers[block](run, *args)
         else:
             out = self._between(run, *args) if self.between_linears else run(*args)
         if block == instead.last_block:
@@ -136,12 +141,12 @@ class Blocks:
         return out
 
     def _kept_calls(self, block: str, module: nn.Module, args: tuple[Any, ...]) -> KeptCalls | None:
-        """Return the kept calls of one forward of a block with `args`; None: no call is kept."""
+        """Return the kept calls of one forward of a block with `args`; None: it keeps none."""
         kinds = self._of_recomputed if self.recomputed[block] else self._of_others
         if not kinds or not torch.is_grad_enabled():
             return None
-        # The key of what is known: which results a recompute reads depends on the operations, so on
-        # the mode of the block and on which tensors have gradients.
+        # The key for `_known`: which results a recompute reads depends on the block's operations,
+        # and so on its mode and on which tensors have gradients.
         tensors = (*args, *module.parameters())
         trained = tuple(x.requires_grad for x in tensors if isinstance(x, Tensor))
         return KeptCalls(kinds, self._known, (block, module.training, trained))

@@ -1,10 +1,11 @@
-"""Linears that are called in a row with the same tensor, gathered and reduced as one.
+"""`FusedLinears`: gather and reduce linears as one that are called in a row with the same tensor.
 
 Their weights are concatenated to [sum of Oi, I], and a rank holds contiguous rows of that: perhaps
-some of one linear, all of the next and none of a third. Each parameter is a view of its own rows,
-so optimizers, checkpoints and adapters see separate parameters. The graph has the fused parameter
-alone: hooks on the gradient of one of the views never run. The call of the first linear
-gathers all rows in one transfer and computes all outputs; the calls of the others return theirs.
+some of one linear, all of the next and none of a third. Each parameter of the model is a view of
+its own rows, so optimizers, checkpoints and adapters see separate parameters. But the autograd
+graph has only the fused parameter: a hook on the gradient of a view never runs. The call of the
+first linear gathers all rows in one transfer and computes all outputs; the calls of the other
+linears return their outputs.
 
 B batch, S sequence, N tokens, I in features, Oi out features of linear i
 """
@@ -42,30 +43,30 @@ __all__ = ["FusedLinears", "FusedRows", "groups_of", "rows_of"]
 
 
 class FusedRows(NamedTuple):
-    """The rows of a linear's weight or bias in the fused parameter of its group."""
+    """The place of a linear's weight or bias in the fused parameter of its group."""
 
     whole: str
     """The name of the fused parameter."""
     rows_before: int
-    """The number of rows of other linears before these."""
+    """The number of rows of other linears before those of this linear."""
     rows_after: int
-    """The number of rows of other linears after these."""
+    """The number of rows of other linears after those of this linear."""
 
 
 def groups_of(model: nn.Module, trace: ModelTrace) -> tuple[tuple[str, ...], ...]:
-    """Return the groups of linears that can be computed as one, by module, in order of the calls.
+    """Return the groups of linears that can be computed as one, by name, in order of the calls.
 
     A group consists of plain linears of one block that are called in a row with the same tensor,
-    each once. Their weights and biases are sharded and not shared with other modules, and have the
-    same dtypes and the same trained parameters.
+    each once. Their weights and biases are sharded and belong to no other module, have the same
+    dtypes, and are trained or frozen in each linear in the same way.
     """
     calls = Counter(call.module for call in trace.calls)
     uses = Counter(p for m in model.modules() for p in m.parameters(recurse=False))
 
     def kind(numbered: tuple[int, Call]) -> Hashable:
-        """Return a key that is equal for neighboring calls which can be computed as one.
+        """Return a key that is equal for consecutive calls which can be computed as one.
 
-        A call that cannot be fused gets its own number, which is equal to no other key.
+        A call that cannot be fused gets its number as the key, which no other call has.
         """
         number, call = numbered
         module = model.get_submodule(call.module)
@@ -76,16 +77,17 @@ def groups_of(model: nn.Module, trace: ModelTrace) -> tuple[tuple[str, ...], ...
         cut = all(trace.roles.get(name) is ParameterRole.SHARDED for name in names)
         if not cut or calls[call.module] > 1 or any(uses[p] > 1 for p in own.values()):
             return number
-        alike = tuple((local, p.dtype, p.requires_grad) for local, p in own.items())
-        # `given` is the number of the input tensor: it changes when the tensor is written into.
-        return call.block, call.given, alike, names.isdisjoint(trace.unused)
+        form = tuple((local, p.dtype, p.requires_grad) for local, p in own.items())
+        # `given` numbers the input tensor: another number if it was written into in between. Unused
+        # linears (of indexers) get no gradient, so they are fused only with each other.
+        return call.block, call.given, form, names.isdisjoint(trace.unused)
 
     runs = (list(run) for _, run in groupby(enumerate(trace.calls), key=kind))
     return tuple(tuple(call.module for _, call in run) for run in runs if len(run) > 1)
 
 
 def rows_of(model: nn.Module, groups: Iterable[Sequence[str]]) -> dict[str, FusedRows]:
-    """Return the place of each parameter of the `groups` in its fused parameter, by name."""
+    """Return by name the place of each parameter of the `groups` in its fused parameter."""
     found = {}
     for linears in groups:
         modules = [model.get_submodule(name) for name in linears]
@@ -98,14 +100,14 @@ def rows_of(model: nn.Module, groups: Iterable[Sequence[str]]) -> dict[str, Fuse
 
 
 def _name(linears: Sequence[str]) -> str:
-    """Return a name for several linears, as `self_attn.q_proj+k_proj+v_proj`."""
+    """Return the name of a group of linears, such as `self_attn.q_proj+k_proj+v_proj`."""
     first, *others = linears
     parent = first.rpartition(".")[0]
     return "+".join([first, *(name.removeprefix(f"{parent}.") for name in others)])
 
 
 class FusedLinears:
-    """A group of linears [Oi, I] that are called in a row with the same tensor, as one holder."""
+    """The holder of a group of linears [Oi, I] that are called in a row with the same tensor."""
 
     weight_name = "weight"
     transposed = False
@@ -148,7 +150,7 @@ class FusedLinears:
 
         Raises RuntimeError if x is not the tensor that the first linear was called with.
         """
-        # The parameters are whole and no gradient is computed, so the module's own code will do.
+        # Without gathering, the parameters are whole; without gradients, no fused node is needed.
         if not (self.communicator.gathers_weights or torch.is_grad_enabled()):
             own: Tensor = original(x)
             return own
@@ -161,7 +163,7 @@ class FusedLinears:
                 f" but with the same one when the model was traced, so isp computed them together"
             )
         y = self._outputs.pop()
-        if not self._outputs:  # do not keep the activation alive
+        if not self._outputs:  # free the input
             self._x = None
         return y
 
@@ -175,7 +177,9 @@ class FusedLinears:
 
 
 class _Fused(Function):
-    """forward   yi = x Wi^T + bi
+    """The product of x with the weights of all linears of a group, as one autograd node.
+
+    forward   yi = x Wi^T + bi
     dgrad     dx = sum of dyi Wi
     wgrad     dWi = dyi^T x, concatenated and given to the communicator; db likewise
 
@@ -188,6 +192,7 @@ class _Fused(Function):
     ) -> tuple[Tensor, ...]:
         with layer.communicator.unshard(layer, Phase.FORWARD, weight, bias) as full:
             ys = _products(x, full, layer.sizes)
+        # None: the gradient of a tensor that is no parameter, which only autograd can deliver.
         ctx.layer, ctx.parameter = layer, weight if isinstance(weight, nn.Parameter) else None
         need_x, need_w, _, _ = ctx.needs_input_grad
         # The shard is saved, not the whole weight: backward gathers again.
@@ -201,7 +206,7 @@ class _Fused(Function):
         needs_x, needs_w, needs_b = needs_grad(ctx, 3)
         x, weight = ctx.saved_tensors
         communicator = layer.communicator
-        # The weight is needed for dx alone.
+        # Only dx needs the weight: without it, nothing is gathered.
         use = communicator.unshard(layer, Phase.BACKWARD, weight) if needs_x else nullcontext()
         dys = tuple([dy.flatten(0, -2) for dy in given])  # [N, Oi]
         dx = dw = db = None
@@ -226,7 +231,7 @@ class _Fused(Function):
 
 
 def _products(x: Tensor, full: FullWeights, sizes: Sequence[int]) -> tuple[Tensor, ...]:
-    """Return x Wi^T + bi for the rows of each linear, in tensors that may be written into."""
+    """Return x Wi^T + bi of each linear, in separate tensors that the model may write into."""
     weights, bias = full.weight.split_with_sizes(sizes), full.bias
     biases = [None] * len(sizes) if bias is None else bias.split_with_sizes(sizes)
     return tuple([writable(F.linear(x, w, b)) for w, b in zip(weights, biases, strict=True)])
@@ -235,7 +240,8 @@ def _products(x: Tensor, full: FullWeights, sizes: Sequence[int]) -> tuple[Tenso
 def _input_gradient(dys: Sequence[Tensor], weight: Tensor, sizes: Sequence[int]) -> Tensor:
     """Return dx [N, I], the sum of dyi Wi.
 
-    The last linear comes first, as when autograd adds up the gradients of separate linears.
+    Added from the last linear to the first, which is autograd's order for separate linears: so the
+    bits are those of the plain model.
     """
     pairs = zip(reversed(dys), reversed(weight.split_with_sizes(sizes)), strict=True)
     (dy, rows), *others = pairs

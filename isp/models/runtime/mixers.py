@@ -1,4 +1,4 @@
-"""`TracedMixers`: attention, convolutions and scans of a traced model, over the ranks."""
+"""`TracedMixers`: compute a traced model's attention, convolutions and scans over the ranks."""
 
 from __future__ import annotations
 
@@ -28,14 +28,16 @@ __all__ = ["LocalOf", "TracedMixers", "local_of"]
 logger = logging.getLogger(__name__)
 
 LocalOf = Callable[[AttentionKind], LocalAttention]
+"""A function that returns the implementation of a kind of attention over whole sequences."""
 
 
 def local_of(
     layers: RankLayers, backend: AttentionBackend, given: LocalAttention | None
 ) -> LocalOf:
-    """Return a function from a kind of attention to its implementation over whole sequences.
+    """Return a function that returns the implementation of each kind of attention.
 
-    That is `given` for all kinds, or, if it is None, what `backend` has for each kind.
+    The implementation is `given` for all kinds; or, if that is None, the one that `backend` has for
+    the kind on the device of `layers`.
     """
 
     def local(kind: AttentionKind) -> LocalAttention:
@@ -55,10 +57,12 @@ def local_of(
 class TracedMixers:
     """The mixers of a traced model on a rank, which implement the `Mixers` protocol.
 
-    `isp.attention` and the functions of `isp.core.mixers` come here while the model runs. Each call
-    is counted, and a recompute may take its kept result. `__init__` makes attention of every kind
-    in the model, also of other pipeline stages: all ranks choose backends together, and if they did
-    so in a forward, the stages of a pipeline would wait for each other.
+    `isp.attention` and the functions of `isp.core.mixers` call these methods while the model runs.
+    Each call is counted in the trace, and a recompute may reuse its kept result.
+
+    `__init__` makes attention of every kind in the model, also of other pipeline stages. All ranks
+    choose backends together by a collective; in a forward, the stages of a pipeline would wait in
+    it for each other.
     """
 
     def __init__(
@@ -77,6 +81,7 @@ class TracedMixers:
         for sizes in attentions:
             self._core(sizes.attention_kind)
         self._reported = False
+        """True once the log says how scans exchange data."""
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Tensor:
         """Compute attention over the sequence of all ranks, as `Mixers.attend`."""
@@ -87,12 +92,14 @@ class TracedMixers:
             extras: dict[str, Any] = {"sinks": options.of_heads(q.shape[2]), "chosen": chosen}
             extras = {name: extra for name, extra in extras.items() if extra is not None}
             assert call.sizes is not None
-            # Heads and features are as traced; scale and softcap are those of this very call.
+            # The sizes of heads are those of the trace; scale and softcap those of this call.
             core = self._core(call.sizes.attention_kind._replace(scale=scale, softcap=softcap))
+            # The mask is that of all tokens of the sequence. If features are split, attention is in
+            # a region and q has them all; otherwise q has this rank's tokens.
             parts = 1 if self._layers.splits_features else self._layers.tensor.size
             mask = now.masks(causal, window, chunk, (len(q), q.shape[1] * parts))
             out = core(q, k, v, mask=mask, **extras)
-            # Backward needs the output as it was, so a model that writes into it gets a copy.
+            # Backward reads the output, so a model that writes into it gets a copy.
             return out.clone() if call.written else out.contiguous()
 
         return now.keep(Kind.ATTENTION, compute)
@@ -102,16 +109,17 @@ class TracedMixers:
         now, _ = self._position.mix(Kind.CONVOLUTION, x)
 
         def compute() -> Tensor:
-            # Rows of the batch are joined, since `placement` separates them.
+            # The rows of the batch are joined; `placement` knows where each of them ends.
             placement = now.masks.placement(self._sequence, self._layers.token_ranks, x)
             return convolve(x.flatten(0, 1), weight, bias, placement, dilation).view(x.shape)
 
         return now.keep(Kind.CONVOLUTION, compute)
 
     def scan(self, recurrence: Recurrence, inputs: Inputs) -> Tensor:
-        """Compute a scan, as `Mixers.scan`: its tokens exchanged for heads, or its states passed.
+        """Compute a scan over all ranks, as `Mixers.scan`.
 
-        Which of the two is `parallel.sequence_scan`; auto takes the one that moves fewer bytes.
+        Ranks either exchange tokens for heads, or pass states on from rank to rank, as
+        `parallel.sequence_scan` says; auto chooses the way that receives fewer bytes.
         """
         x = inputs.of_heads[0]
         now, _ = self._position.mix(Kind.SCAN, x)
@@ -120,6 +128,7 @@ class TracedMixers:
             flat = inputs.flat()
             placement = now.masks.placement(self._sequence, self._layers.token_ranks, x)
             way = self._sequence.scan
+            # Computed from sizes that are equal on all ranks, so that they choose the same way.
             if way is SequenceScan.AUTO:
                 way = cheaper_way(recurrence, flat, placement)
                 if not self._reported and placement.channel.size > 1:
@@ -131,10 +140,10 @@ class TracedMixers:
         return now.keep(Kind.SCAN, compute)
 
     def choose(self, indexer: Indexer) -> Tensor:
-        """Return the numbers of the keys that an indexer chooses, as `Mixers.choose`.
+        """Return the indices of the keys that an indexer chooses, as `Mixers.choose`.
 
-        They are kept whenever attention is, and no call of the trace is counted for them. Raises
-        ValueError in modes that split features.
+        The trace has no call for this. A recompute reuses the indices whenever it reuses results of
+        attention. Raises ValueError in modes that split features.
         """
         now, keys, layers = self._position.current("an indexer"), indexer.keys, self._layers
 
@@ -148,7 +157,7 @@ class TracedMixers:
         return now.keep(Kind.ATTENTION, compute)
 
     def _core(self, kind: AttentionKind) -> DistributedAttention:
-        """Return the distributed attention of a kind, making it if it is new."""
+        """Return the distributed attention of a kind; make it at the first call."""
         if kind not in self._cores:
             local = self._local_attention(kind)
             self._cores[kind] = self._layers.attention(

@@ -1,7 +1,7 @@
-"""Replacement of a model's parameters by shards, and of forwards that read them as whole weights.
+"""Replace a model's parameters by shards, and the forwards of linears and tables to match.
 
-The model keeps its modules and names: `module.weight` becomes this rank's shard, and the forward
-(`isp.models.forwards`) multiplies by the whole weight.
+The model keeps its modules and names: `module.weight` becomes this rank's shard, and a wrapper of
+the forward (`isp.models.forwards`) multiplies by the whole weight.
 
 O out features, I in features
 """
@@ -42,7 +42,7 @@ __all__ = ["ShardedEmbedding", "ShardedLinear", "shard_parameters"]
 
 
 class _ShardedModule:
-    """A module of the model as the communicator sees it: the holder of a sharded weight."""
+    """A linear or table of the model as the communicator knows it: the holder of its weight."""
 
     weight_name = "weight"
 
@@ -52,19 +52,19 @@ class _ShardedModule:
         self.communicator = layers.communicator
         self.moves = moves
         self._sends_nothing = moves == Moves() and not self.communicator.gathers_weights
-        """True if neither weights nor activations are sent: without gradients the module's own
-        forward can be called."""
+        """True if neither weights nor activations are sent, so that without gradients the module's
+        own forward computes the result."""
         self.layouts: dict[str, ParameterLayout] = {}
-        """The layouts of weight and bias, by local name; `WeightHolders` sets them."""
+        """The layouts of weight and bias, by local name; `WeightHolders` sets this."""
 
     @property
     def weights(self) -> tuple[Self]:
-        """The holders of the weights that one call reads: this one."""
+        """The holders of the weights that a call of the module reads: this one alone."""
         return (self,)
 
     @property
     def width(self) -> int:
-        """The number of features of the output for a token, over all ranks."""
+        """The number of output features for a token, over all ranks."""
         of: Any = self.module
         if isinstance(of, nn.Embedding):
             return of.embedding_dim
@@ -72,6 +72,7 @@ class _ShardedModule:
 
     @property
     def weight(self) -> nn.Parameter:
+        """This rank's shard of the weight."""
         weight = self.module.weight
         assert isinstance(weight, nn.Parameter)
         return weight
@@ -80,9 +81,10 @@ class _ShardedModule:
 class ShardedLinear(_ShardedModule):
     """The holder of an `nn.Linear` [O, I] or a `Conv1D` of transformers [I, O].
 
-    A column linear of a region reads the input at the region's `entrance`. The output of a row
-    linear is summed over ranks, and its bias is added once, after the sum. A bias that is whole on
-    each rank, because other code reads it too, is also added after the product.
+    A column linear must be called with the input of its region, which `entrance` made. The output
+    of a row linear is summed over ranks; its bias is added after the sum, or it would be added once
+    for each rank. A bias that is whole on each rank, because other code reads it, too, is also
+    added after the product.
     """
 
     def __init__(
@@ -94,7 +96,11 @@ class ShardedLinear(_ShardedModule):
         entrance: Entrance | None,
         bias_is_whole: bool,
     ) -> None:
-        """`entrance`: that of the region that the linear is a column of; None: it is no column."""
+        """`entrance`: the entrance of the region in which the linear is a column; None: in none.
+
+        `plan`: the tensor-parallel plan; None: mode isp. `bias_is_whole`: True if each rank has the
+        whole bias.
+        """
         moves = Moves() if plan is None else plan.moves(name, layers.mode, layers.tensor)
         super().__init__(module, name, layers, moves)
         self.transposed = is_transposed(module)
@@ -107,7 +113,7 @@ class ShardedLinear(_ShardedModule):
         is_local = self._sends_nothing and entrance is None
 
         def forward(x: Tensor) -> Tensor:
-            if is_local and not torch.is_grad_enabled():  # the module's own code is right and fast
+            if is_local and not torch.is_grad_enabled():  # the weight is whole: fastest
                 own: Tensor = inner(x)
                 return own
             if entrance is None:
@@ -122,16 +128,16 @@ class ShardedLinear(_ShardedModule):
 
     @property
     def bias(self) -> nn.Parameter | None:
-        """The bias that is added with the product; None: none, or it is added after the product."""
+        """The bias that the product adds; None: there is none, or the forward adds it later."""
         bias = None if self._bias_after_move else self.module.bias
         assert bias is None or isinstance(bias, nn.Parameter)
         return bias
 
 
 class ShardedEmbedding(_ShardedModule):
-    """The holder of an `nn.Embedding` or a subclass of it, in whose forward the lookup is replaced.
+    """The holder of an `nn.Embedding`, or of a subclass; replaces the lookup in its forward.
 
-    The rest of the forward runs as it is: a subclass may scale the rows or compute the ids.
+    The rest of the forward runs unchanged: a subclass may scale the rows or compute the ids.
     """
 
     bias: nn.Parameter | None = None
@@ -140,7 +146,7 @@ class ShardedEmbedding(_ShardedModule):
     def __init__(
         self, module: nn.Module, name: str, layers: RankLayers, position: Position, moves: Moves
     ) -> None:
-        """`position` says which function replaces the lookup in the current pass, if any."""
+        """`position`: the current pass, which may name a function to call instead of the lookup."""
         super().__init__(module, name, layers, moves)
         self._position = position
 
@@ -162,7 +168,7 @@ class ShardedEmbedding(_ShardedModule):
 
     @property
     def padding_idx(self) -> int:
-        """The index, in the gradient of this table, of the row without a gradient; -1: none."""
+        """The row of this table's gradient that stays zero, for `padding_idx`; -1: no row."""
         row = self.module.padding_idx
         if not isinstance(row, int):
             return -1
@@ -174,7 +180,7 @@ class ShardedEmbedding(_ShardedModule):
 
 
 class _Lookup(TorchFunctionMode):
-    """A mode in which lookups in one table call `instead` with the ids."""
+    """A torch function mode in which lookups in one table call `instead` with the ids."""
 
     def __init__(self, table: nn.Module, instead: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
@@ -195,18 +201,21 @@ def shard_parameters(
     own: frozenset[str],
     rows: Mapping[str, FusedRows],
 ) -> Iterator[ShardedParameter]:
-    """Replace each parameter by this rank's shard, wherever it is used, and yield the shards.
+    """Replace each parameter by this rank's shard in all modules that have it; yield the shards.
 
     `own`: names of the parameters that the rank has. The others become NaN with the memory of one
-    element, because code before the blocks runs on every pipeline stage. `rows`: the places of
-    parameters in fused ones, by name. Buffers are moved to the device when the iterator ends.
+    element: code before the blocks runs on every pipeline stage and may read them, but its results
+    are not used. `rows`: by name of a parameter, its rows in a fused parameter. Buffers are moved
+    to the device when the iterator ends.
     """
-    # The modules that use each parameter, with its name there: a shared parameter has several.
+    # By id of a parameter, the modules that have it, each with its name there.
     uses: dict[int, list[tuple[nn.Module, str]]] = {}
+    # The fused parameters, by name.
     wholes: dict[str, ShardedParameter] = {}
     for module in model.modules():
         for local, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
             uses.setdefault(id(parameter), []).append((module, local))
+    # Computed before the loop, which empties `uses` and replaces the parameters.
     matrices = {
         name: matrices_in(model, trace, name, len(uses[id(p)]))
         for name, p in model.named_parameters()
@@ -249,14 +258,15 @@ def _layout(
     layers: RankLayers,
     plan: TensorPlan | None,
 ) -> ParameterLayout:
-    """Return the layout of a parameter: cut by rows over the weight group, or as the plan says.
+    """Return the layout of a parameter: how its shard is cut, or that each rank has all of it.
 
-    In isp, embedding tables are cut by hidden features if `embed_split_hidden` is set.
+    Without a `plan` (mode isp) weights are cut by rows over the weight group, and embedding tables
+    by hidden features if `embed_split_hidden` is set. With a plan, they are cut as the plan says.
     """
     shape = tuple(parameter.shape)
     owner, _, local = name.rpartition(".")
     module, role = model.get_submodule(owner), trace.roles[name]
-    # Stacks of experts, cut by experts or within them.
+    # Stacks of experts are cut between experts or within them.
     if role is ParameterRole.EXPERT and (plan is None or layers.experts_stay):
         return layers.expert_layout(shape)
     if plan is None:
@@ -264,7 +274,8 @@ def _layout(
             return layers.replicated_layout(shape)
         is_table = any(parameter is model.get_submodule(name).weight for name in trace.tables)
         return layers.sharded_layout(shape, dim=int(is_table and layers.embed_split_hidden))
-    if layers.experts_stay and holds_experts(module):  # all but its stacks: biases of experts
+    # Biases of experts: each rank has all, but only its own experts give them gradients.
+    if layers.experts_stay and holds_experts(module):
         return layers.replicated_layout(shape, sees_part=True)
     if parameter is model.get_submodule(plan.table).weight or name in plan.vectors:
         return layers.sharded_layout(shape, dim=0)
@@ -273,12 +284,13 @@ def _layout(
     if cut is None or (cut.role is Role.ROW and local == "bias"):
         return layers.replicated_layout(shape, sees_part=plan.sees_part(owner))
     turned = local == "weight" and is_transposed(module)
-    # Rows are cut by input features, columns by output features; Conv1D stores [I, O].
+    # Row linears are cut by input features, column linears by output features. An nn.Linear has a
+    # weight [O, I], a Conv1D [I, O].
     return layers.sharded_layout(shape, dim=int((cut.role is Role.ROW) != turned))
 
 
 def _whole(among: FusedRows, parameter: nn.Parameter, layers: RankLayers) -> ShardedParameter:
-    """Return the fused parameter that `parameter` is a part of, uninitialized, as a shard."""
+    """Make the rank's shard, without values, of the fused parameter that has `parameter`'s rows."""
     shape = among.rows_before + parameter.shape[0] + among.rows_after, *parameter.shape[1:]
     layout = layers.sharded_layout(shape, dim=0)
     shard = torch.empty(layout.local_shape, device=layers.device, dtype=layers.dtype)
@@ -294,14 +306,15 @@ def _own_part(
     whole: ShardedParameter | None,
     dtype: torch.dtype,
 ) -> Tensor:
-    """Return this rank's shard of `parameter`, in the memory of the fused parameter `whole`.
+    """Return a tensor for this rank's shard of `parameter`, with its values if it has any.
 
-    `whole` None: in memory of its own.
+    `whole`: the fused parameter in whose memory the shard is; None: the shard gets new memory.
     """
     if whole is None:
         part = torch.empty(layout.local_shape, device=layers.device, dtype=dtype)
     else:
-        # Rows of this parameter on the rank, and the first row of the fused parameter on the rank.
+        # start, stop: the rank's rows, counted in this parameter. first: the rank's first row,
+        # counted in the fused parameter.
         ((start, stop),), ((first, _),) = layout.intervals(), whole.layout.intervals()
         begin = max(layout.rows_before + start - first, 0)
         part = whole.parameter.detach()[begin : begin + stop - start]

@@ -1,14 +1,8 @@
-"""Trial runs of a model on one rank's share of its features, before ranks start.
+"""Check before ranks start that a model's code can run on one rank's share of the features.
 
-[Note: Shares] Between a column and a row, a rank has its share of the features, and the model's own
-code must compute them without the features of other ranks. If it takes a mean or a norm over all of
-them, the shapes fit but the result is wrong. So the model runs on the CPU without weights, as in
-[Note: Locality], once whole and once for each of a few ranks. In a rank's run, a column linear
-returns the rank's share of its output in the whole run, and a row linear returns the same as there.
-The input of the row, and the gradients from there back to the columns, must be the rank's share of
-those in the whole run. Nothing is sent, and no error reaches the next region. The head is a column,
-too: the result of the model's code on a rank's logits must be the rank's share of the logits. The
-cases that [Note: Locality] lists are not detected.
+The model runs whole and on the shares of a few ranks, without weights; between column and row
+linears, a rank's features must be its share of those in the whole run. See [Note: Shares] in
+docs/design/notes/models.md.
 
 I features between a column and a row
 """
@@ -35,7 +29,7 @@ from isp.models.runtime.stage_module import StageModule
 from isp.models.sharding.region import OnlyColumnsRead
 from isp.models.sharding.tensor_plan import TensorPlan
 from isp.models.tracing.probe import Forward, ProbeRun, local_calls, without_weights
-from isp.models.tracing.recorder import experts_passed
+from isp.models.tracing.recorder import identity_experts
 from isp.models.tracing.trace import ModelTrace
 
 __all__ = ["check_shares", "run_with_a_share"]
@@ -48,12 +42,14 @@ def run_with_a_share(
     plan: TensorPlan,
     size: int,
 ) -> None:
-    """Run the stage module that `build` makes of `shape` for one of `size` ranks, on meta tensors.
+    """Run the model for one of `size` tensor ranks on meta tensors, to check shapes and heads.
 
-    The mode is always msp, in which the number of tokens inside a region differs from that outside.
-    Raises ValueError, or an error of the model's code, if the model does not run on a rank's share
-    of the features.
+    `build`: makes the stage module of the traced model `shape`. The mode is always msp, because
+    there the number of tokens inside a region differs from that outside, so that code which mixes
+    up the two fails. Raises ValueError, or an error of the model's code, if the model does not run
+    on a rank's share of the features.
     """
+    # A channel that acts as rank 0 of `size` ranks and sends nothing.
     tensor, tokens = DryChannel("tensor", size, 0), 8 * size
     layers = RankLayers(
         mode=Mode.MSP,
@@ -63,12 +59,12 @@ def run_with_a_share(
         device=torch.device("meta"),
         dtype=torch.float32,
     )
-    attentions = (call for call in trace.calls if call.sizes is not None)
+    attentions = (call for call in trace.calls if call.sizes is not None)  # in the order of calls
 
     def attend(
         q: Tensor, k: Tensor, v: Tensor, *, mask: AttentionMask, sinks: Tensor | None = None
     ) -> Tensor:
-        """Check that attention gets the rank's share of the heads for all tokens."""
+        """Raise ValueError unless q, k and v have all tokens and the rank's share of the heads."""
         call = next(attentions)
         assert call.sizes is not None
         parts = plan.head_parts(call.block, size)
@@ -79,7 +75,8 @@ def run_with_a_share(
             raise ValueError(f"{call.block} calls attention with heads of other ranks")
         return q.new_empty(*q.shape[:-1], v.shape[-1])
 
-    with experts_passed(shape):  # while it is copied, so that the copy's calls of experts count
+    # `build` copies `shape`: the copy has these forwards, inside of the wrappers that count calls.
+    with identity_experts(shape):
         chunk = build(layers, attend)
     ids = torch.empty(1, tokens, dtype=torch.int64, device="meta")
     reads = OnlyColumnsRead(tuple(chunk.holders.entrances.values()))
@@ -98,8 +95,8 @@ def check_shares(
 ) -> None:
     """Raise ValueError, naming the module, if the features of a rank need those of other ranks.
 
-    shape, buffers and forward are those of `isp.models.tracing.probe.check_local`, which returned
-    `run`; `size`: tensor ranks. See [Note: Shares].
+    shape, buffers and forward are the arguments of `isp.models.tracing.probe.check_local`, and
+    `run` its result; `size`: the number of tensor ranks. See [Note: Shares].
     """
     model = without_weights(shape, buffers, trace.roles, training=run.training)
     random = torch.Generator().manual_seed(0)
@@ -109,49 +106,56 @@ def check_shares(
     with local_calls(model, gradients=True), ExitStack() as stack:
         shares = _Shares(model, plan, size, stack)
         whole = forward(model, ids, positions)
-        for rank in sorted({0, 1, size - 1}):  # code that needs other features differs on each
+        for rank in sorted({0, 1, size - 1}):  # a few suffice: wrong code is wrong on each rank
             shares.begin(rank)
             for name, vector in vectors.items():
                 owner, _, local = name.rpartition(".")
-                own = nn.Parameter(vector.chunk(size)[rank], requires_grad=False)  # of its heads
+                # One element for each head, so a rank has the elements of its heads.
+                own = nn.Parameter(vector.chunk(size)[rank], requires_grad=False)
                 setattr(model.get_submodule(owner), local, own)
             if shares.differ(whole, forward(model, ids, positions)):
                 raise ValueError(
                     f"code after {plan.head} computes over all {whole.shape[-1]} logits of a token,"
                     f" of which a rank has a part"
                 )
-        if shares.of_gradients:  # after all ranks: where forward differs, so do gradients
+        # Raised last, because an error in forward, which also changes gradients, says more.
+        if shares.of_gradients:
             raise ValueError(shares.of_gradients)
 
 
 class _Given(NamedTuple):
-    """The input and output of a row linear in the whole run, and gradients before it."""
+    """The record of a row linear's call in the whole run."""
 
     x: Tensor
-    """[.., I]"""
+    """The input, [.., I]."""
     gradients: tuple[Tensor | None, ...]
-    """Gradients of the columns' outputs before it, of a fixed sum of x."""
+    """The gradients of a fixed weighted sum of x by the outputs of the columns before the row."""
     y: Tensor
+    """The output."""
 
 
 class _Shares:
-    """The column and row linears of a model, run with all features and then with one rank's."""
+    """Replaces column and row linears, to run a model with all features and then with one rank's.
+
+    The first forward is the whole run; `begin` starts the run of a rank.
+    """
 
     def __init__(self, model: nn.Module, plan: TensorPlan, size: int, stack: ExitStack) -> None:
-        """Replace forwards in the model until `stack` ends; the first run is the whole one."""
+        """Replace forwards of `model` until `stack` closes; `size`: the number of tensor ranks."""
         self._model, self._plan, self._size = model, plan, size
         self._rank: int | None = None
-        """None: the run is the whole one."""
+        """The rank whose run it is; None: the whole run."""
         self._whole: dict[tuple[str, int], Any] = {}
         """Outputs of columns and records of rows in the whole run, by module and call number."""
         self._calls = Counter[str]()
+        """The number of calls of each module in this run."""
         self._leaves: list[Tensor] = []
         """Outputs of columns since the last row, as leaves of the graph."""
         self._other = ""
-        """The first module since the last row whose output is not the rank's share of that in the
-        whole run; empty: none."""
+        """The first module since the last row whose output is not the rank's share of its output in
+        the whole run; empty: there is none."""
         self.of_gradients = ""
-        """The message for the first gradients that differ; empty: none do."""
+        """The error message for the first gradients that differ; empty: none differ."""
         for name, cut in plan.cuts.items():
             if not cut.whole:
                 act = self._row if plan.is_row(name) else self._column
@@ -159,11 +163,11 @@ class _Shares:
                 stack.enter_context(replaced_forward(module, partial(act, name, module.forward)))
         for region in plan.regions:
             for name in () if region.whole else region.between:
-                module, note = model.get_submodule(name), partial(self._passed, name)
+                module, note = model.get_submodule(name), partial(self._compare_output, name)
                 stack.callback(module.register_forward_hook(note).remove)
 
     def begin(self, rank: int) -> None:
-        """Begin the run of a rank."""
+        """Begin the run of `rank`, with the outputs of the whole run."""
         self._rank = rank
         self._calls.clear()
         self._leaves.clear()
@@ -180,7 +184,7 @@ class _Shares:
                 whole = _share(whole, self._rank, self._size, dim)
         if whole.shape != own.shape:
             return True
-        apart = torch.where(whole == own, 0, whole - own).abs()  # of equal infinities, too
+        apart = torch.where(whole == own, 0, whole - own).abs()  # 0 for equal infinities, not NaN
         largest = whole.masked_fill(whole.isinf(), 0).abs().max() if own.numel() else 0
         return bool(own.numel()) and not bool(apart.max() <= limit * largest)
 
@@ -195,15 +199,19 @@ class _Shares:
         if self._rank is None:
             with torch.no_grad():
                 self._whole[key] = forward(x)
+        # From the whole run also on a rank: so an error before this column has no effect after it.
         y = self._whole[key]
         if self._rank is not None:
             y = _share(y, self._rank, self._size)
         self._leaves.append(y.detach().requires_grad_())
-        # A copy, as the model may change it in place.
+        # A copy, because the model may write into it.
         return self._leaves[-1].clone(memory_format=torch.contiguous_format)
 
     def _row(self, name: str, forward: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-        """Return a row's output in the whole run; check its input and gradients in a rank's run."""
+        """Return a row's output in the whole run; check input and gradients in a rank's run.
+
+        Raises ValueError if the input is not the rank's share; records the error for gradients.
+        """
         key, gradients = self._key(name), self._gradients(x)
         if self._rank is None:
             with torch.no_grad():
@@ -211,22 +219,23 @@ class _Shares:
         whole: _Given = self._whole[key]
         if self._rank is not None:
             if self.differ(whole.x, x.detach()):
-                raise ValueError(self._said(self._other, name, whole.x.shape[-1]))
+                raise ValueError(self._message(self._other, name, whole.x.shape[-1]))
             if self._gradients_differ(whole.gradients, gradients):
-                said = self._said("", name, whole.x.shape[-1], " in its backward pass")
+                said = self._message("", name, whole.x.shape[-1], " in its backward pass")
                 self.of_gradients = self.of_gradients or said
         self._other = ""
-        return whole.y.clone()
+        return whole.y.clone()  # a copy, because the model may write into it
 
     def _gradients(self, x: Tensor) -> tuple[Tensor | None, ...]:
-        """Return the gradients of a sum of x with fixed factors, at the columns' outputs.
+        """Return the gradients of a fixed weighted sum of x by the outputs of the columns before.
 
-        Columns without one are kept: a block may call those of several rows first.
+        Outputs that x does not depend on are kept for a later row: a block may call the columns of
+        several rows first.
         """
         leaves = self._leaves
         if not (leaves and x.requires_grad):
             return ()
-        # The factor of a feature is the same in the whole run and in its rank's run.
+        # A feature's factor depends on its index among all features: it is the same in both runs.
         first = 0 if self._rank is None else self._rank * x.shape[-1]
         factors = torch.arange(first, first + x.shape[-1]).cos().to(x.dtype)
         found = torch.autograd.grad(x, leaves, factors.expand_as(x), allow_unused=True)
@@ -236,16 +245,16 @@ class _Shares:
     def _gradients_differ(
         self, whole: tuple[Tensor | None, ...], own: tuple[Tensor | None, ...]
     ) -> bool:
-        """Return whether a rank's gradients are not its share, or only one run has some."""
+        """Return whether `own` gradients are not the rank's share, or only one run has them."""
         if [x is None for x in whole] != [x is None for x in own]:
             return True
         pairs = zip(whole, own, strict=True)
         return any(a is not None and b is not None and self.differ(a, b, 1e-3) for a, b in pairs)
 
-    def _passed(self, name: str, _: nn.Module, __: Any, output: Any) -> None:
-        """Compare the output of a module between a column and a row, as a forward hook.
+    def _compare_output(self, name: str, _: nn.Module, __: Any, output: Any) -> None:
+        """Compare the output of a module between a column and a row with that in the whole run.
 
-        The first that differs is remembered, to be named if the input of the row differs.
+        A forward hook. Records the first module that differs, to name it if the row's input does.
         """
         key = self._key(name)
         if not isinstance(output, Tensor):
@@ -255,10 +264,11 @@ class _Shares:
         elif not self._other and self._whole[key].dim() == output.dim():
             self._other = name if self.differ(self._whole[key], output.detach()) else ""
 
-    def _said(self, place: str, row: str, features: int, where: str = "") -> str:
-        """Return the message for a row whose input is wrong.
+    def _message(self, place: str, row: str, features: int, where: str = "") -> str:
+        """Return the error message for a row whose input is not the rank's share.
 
-        `place`: the module at fault; empty: unknown, so the region's module is named.
+        `place`: the module at fault; empty: unknown, so the region's module is named. `where`: text
+        after "all features", such as " in its backward pass".
         """
         regions = self._plan.regions
         place = place or next(r.module for r in regions if row.startswith(f"{r.module}."))
@@ -270,7 +280,7 @@ class _Shares:
 
 
 def _share(x: Tensor, rank: int, size: int, dim: int = -1) -> Tensor:
-    """Return a rank's part of a dim, like `torch.chunk`: equal parts, the last ones smaller."""
+    """Return a rank's part of x along a dim, as `torch.chunk` cuts: the last parts are smaller."""
     length = -(-x.shape[dim] // size)
     first = min(rank * length, x.shape[dim])
     return x.narrow(dim, first, min(length, x.shape[dim] - first))

@@ -1,4 +1,4 @@
-"""`StageModule`: a traced model on one rank, or one pipeline stage of it.
+"""`StageModule`: a traced model on one rank, or one pipeline stage of the model.
 
 B batch, S sequence, D hidden size, V vocabulary; S' tokens and V' logits of this rank, F features
 """
@@ -43,10 +43,10 @@ __all__ = ["StageModule"]
 
 
 class StageModule:
-    """A traced model on one rank, whose modules hold shards and whose calls are checked.
+    """A traced model on one rank: its modules hold shards, and its calls are checked.
 
-    A rank with several pipeline stages has one such object for each of them (`of_stage`); they
-    share model, shards and position, and differ in the stage that they run.
+    A rank with several pipeline stages has one such object for each stage (`of_stage`). These
+    objects share model, shards and position; each runs its own stage.
     """
 
     def __init__(
@@ -67,7 +67,8 @@ class StageModule:
         `weights`: source of the initial weights; None: the model has them already.
         `loss_chunk_tokens`: tokens whose logits a loss computes at a time, if the trace has a head;
         0: all tokens. `compile`: when that loss is compiled.
-        `gives_scores`: `results` may need gradients, so backward reads the head's weight.
+        `gives_scores`: True if `results` may need gradients, so that backward reads the head's
+        weight.
         """
         self._stage: Stage | None = None
         """The pipeline stage that is run; None: the whole model."""
@@ -75,15 +76,15 @@ class StageModule:
         self.routers = routers
         """The losses of routers; None: their coefficients are 0, or the model is on meta."""
         self.expert_load = expert_load
-        """The load of experts; None: the model has no experts, or is on meta."""
+        """The token counts of experts; None: the model has no experts, or is on meta."""
         self.model, self.trace = holders.model, holders.trace
         self.splits_logits = holders.layers.splits_logits
         """True if losses need the labels of the whole sequence, False if those of this rank's
         tokens."""
         self._interface, self._layers = interface, holders.layers
         self.holders, self.position, self._blocks = holders, holders.position, blocks
-        # Listed once: walking through the model in each forward takes 0.01 ms a layer. What is
-        # put into the model later is no part of the trace, whose calls must stay as they were.
+        # Listed once: listing the modules in each forward takes 0.01 ms a block. Modules that are
+        # added to the model later are not in the trace, so their calls fail anyway.
         self._modules = tuple(self.model.named_modules())
         self._weights = weights
         self._outer_calls = tuple(
@@ -92,7 +93,7 @@ class StageModule:
         )
         self._outside = frozenset(self.trace.called_at)
         self._block_names = frozenset(self.trace.blocks)
-        # Instead of the head's product the forward ends with its input: the loss computes logits.
+        # A forward ends with the head's input, because the loss computes the logits by chunks.
         self._ends = {} if self.trace.head is None else {self.trace.head: _end}
         self._needs_lengths = bool(interface.length_limits(self.model))
         self._most_tokens = interface.most_tokens(self.model)
@@ -115,13 +116,14 @@ class StageModule:
 
     @property
     def learns(self) -> bool:
-        """True if the first forward finds out what later ones need not keep [Note: Watched]."""
+        """True if the first forward records which kept results a recompute reads, so that later
+        forwards keep only those [Note: Watched]."""
         return self._blocks.learns
 
     # -- the interface for the runtime -------------------------------------------------------
 
     def of_stage(self, stage: Stage) -> StageModule:
-        """Return a view of this module that runs, and has the parameters of, one stage."""
+        """Return a shallow copy of this module that runs one stage and has its parameters only."""
         other = copy.copy(self)
         other._stage = stage
         return other
@@ -129,18 +131,19 @@ class StageModule:
     def __call__(self, x: Tensor, positions: Tensor, cu_seqlens: Tensor | None) -> Tensor:
         """Run the forward: tokens and positions [B, S'] -> the input of the head [B, S', D].
 
-        Without a head in the trace, returns this rank's logits [B, S', V'].
+        Without a head in the trace, returns this rank's logits [B, S', V']. Every pipeline stage
+        but the last returns hidden states [B, S', D].
 
-        x: token ids; on a later stage the hidden states [B, S', D] from the stage before, and all
-        but the last stage return hidden states. positions: those of this rank's tokens, or of all
-        tokens [B, S] if the lookup in the table distributes them over ranks. cu_seqlens: for a
-        packed sequence (B = 1), the starts of the documents in the sequence of all ranks,
-        [documents + 1], int32, in host memory; None otherwise.
+        x: token ids, or on a later stage the hidden states [B, S', D] of the stage before.
+        positions: those of this rank's tokens, or of all tokens [B, S] if the lookup in the table
+        distributes them over ranks. cu_seqlens: for a packed sequence (B = 1), the starts of the
+        documents in the sequence of all ranks, [documents + 1], int32, in host memory; None
+        otherwise.
         """
         stage, instead = self._stage, Instead(calls=self._ends)
         if stage is not None:
-            # Each stage runs the model's own forward: blocks of other stages pass `received` (or
-            # their input) on, and linears and tables of other stages return zeros.
+            # Each stage runs the model's own forward. Blocks of other stages return `received`, or
+            # their input on the first stage; linears and tables of other stages return zeros.
             outside = self._outside - stage.parts
             instead = Instead(
                 left_out=self._block_names - stage.parts,
@@ -148,12 +151,13 @@ class StageModule:
                 last_block=None if stage.is_last else stage.blocks[-1],
                 calls={**self.holders.zeros_of(outside), **self._ends},
             )
-            # The code before the blocks still takes token ids; `received` replaces its result.
+            # The code before the blocks still takes token ids, so give it any: the first block
+            # returns `received` in place of its result.
             x = x if stage.is_first else torch.zeros_like(positions)
         return self._forward(x, positions, cu_seqlens, instead)
 
     def logits(self, output: Tensor) -> Tensor:
-        """Return the logits [B, S', V'] for the `output` of a forward."""
+        """Return the logits [B, S', V'] of all tokens, from the `output` of a forward."""
         if self._loss is None:
             return output
         head = self._loss.head
@@ -168,10 +172,10 @@ class StageModule:
     ) -> Tensor:
         """Run a forward and return the logits [B, n, V'] of the tokens that `pick` selects.
 
-        `pick` [B, .., F] -> [B, n, F] takes the head's input, or logits if the trace has no head;
-        with a head, the logits of other tokens are not computed. If a region before the head
-        gathers the tokens of all ranks, `pick` gets all of them. x, positions and cu_seqlens are as
-        in a forward.
+        `pick` [B, .., F] -> [B, n, F] takes the head's input, or the logits if the trace has no
+        head; with a head, the logits of other tokens are not computed. If a region before the head
+        gathers the tokens of all ranks, `pick` gets all of them. For x, positions and cu_seqlens
+        see `__call__`.
         """
         if self._loss is None:
             return pick(self(x, positions, cu_seqlens))
@@ -182,9 +186,9 @@ class StageModule:
     def loss(self, output: Tensor, labels: Tensor, expected: Tensor | None = None) -> Tensor:
         """Return the sum [] of the tokens' cross-entropies, from the `output` of a forward.
 
-        labels [B, S'], or [B, S] if `splits_logits`. `expected` [], not 0, is the gradient that the
-        sum will have in backward; None: 1. With a head, gradients are computed together with the
-        loss, for that gradient; backward scales them if it is another.
+        labels [B, S'], or [B, S] if `splits_logits`. `expected` [], not 0: the gradient of the sum
+        that the caller expects in backward; None: 1. With a head, the loss computes its gradients
+        already in forward, for this value; if backward gets another, it scales them.
         """
         if self._loss is None:
             shard = self._layers.logit_shard(self.trace.vocab_size)
@@ -198,8 +202,8 @@ class StageModule:
     def results(self, output: Tensor, beside: Tensor | RowLabels, rules: ResultRules) -> Tensor:
         """Return per-token results [B, n, K] with gradients, from the `output` of a forward.
 
-        `beside` [B, n, ..]: an input of the rules for each token, such as its label; or any number
-        of labels for each token. See `isp.core.layers.token_results`.
+        `beside` [B, n, ..]: what `rules` need for each token in addition to its logits, such as a
+        label, or any number of labels (`RowLabels`). See `isp.core.layers.token_results`.
         """
         if self._loss is not None:
             return results_of_head(self._loss, output, beside, rules)
@@ -207,22 +211,25 @@ class StageModule:
         return results_of_logits(output, beside, rules, shard)
 
     def shards(self) -> Iterator[ShardedParameter]:
-        """Yield each parameter once, with its name in the model; for a stage, those it reads."""
+        """Yield the shard of each parameter once; for a stage, only of parameters that it reads."""
         own = self._stage and self._stage.parameters
         return (item for item in self.holders.named if own is None or item.name in own)
 
     def init_weights(self, seed: int | None) -> None:
         """Fill the parameters with their initial weights, which are the same in every layout.
 
-        Does nothing if the model came with weights. seed None: fill only the buffers that no
-        checkpoint has, for parameters that are loaded afterwards. A weight that two stages of a
-        rank share is filled twice, with the same values.
+        Does nothing if the model came with weights. seed None: fill only the buffers that
+        checkpoints do not contain, because the parameters are loaded afterwards. A weight that two
+        stages of a rank share is filled twice, with the same values.
         """
         if self._weights is not None:
             self._weights.fill(self.model, () if seed is None else [*self.shards()], seed or 0)
 
     def parts(self) -> dict[str, nn.Module]:
-        """Return the parts of `WeightHolders.parts`; for a stage, those with its parameters."""
+        """Return `WeightHolders.parts`: by name, blocks and the modules outside of them.
+
+        For a stage, returns only those with its parameters.
+        """
         every = self.holders.parts()
         if self._stage is None:
             return every
@@ -230,7 +237,10 @@ class StageModule:
         return {name: part for name, part in every.items() if not own.isdisjoint(part.parameters())}
 
     def weight_blocks(self) -> tuple[DeclaredBlock, ...]:
-        """Return `WeightHolders.weight_blocks` for this stage, or for the whole model."""
+        """Return the sharded weights that a forward of this stage, or of the whole model, reads.
+
+        See `WeightHolders.weight_blocks`.
+        """
         return self.holders.weight_blocks(self._stage, head_in_backward=self._gives_scores)
 
     # -- forward -----------------------------------------------------------------------------
@@ -238,14 +248,17 @@ class StageModule:
     def _forward(
         self, x: Tensor, positions: Tensor, cu_seqlens: Tensor | None, instead: Instead
     ) -> Tensor:
-        """Run one forward of the stage, with `instead` in place of parts of the model."""
+        """Run one forward of the stage, in which `instead` replaces parts of the model."""
         masks = self._masks(positions, cu_seqlens)
         self._blocks.begin(instead.left_out)
         with _random_numbers(self.model.training, self._layers):
-            return self._passed(x, positions, masks, instead)
+            return self._run_model(x, positions, masks, instead)
 
-    def _passed(self, x: Tensor, positions: Tensor, masks: Masks, instead: Instead) -> Tensor:
-        """Return the result of the model's own forward, or the tensor that ended it early."""
+    def _run_model(self, x: Tensor, positions: Tensor, masks: Masks, instead: Instead) -> Tensor:
+        """Run the model's own forward in a pass; return its result, or where it ended early.
+
+        That is the tensor of `ForwardEnd`: the head's input, or a stage's hidden states.
+        """
         forward_pass = ForwardPass("the model", self._outer_calls, masks, instead=instead)
         with self.position.passing(forward_pass):
             try:
@@ -255,8 +268,11 @@ class StageModule:
                 return end.hidden
 
     def _masks(self, positions: Tensor, cu_seqlens: Tensor | None) -> Masks:
-        """Return the masks of a micro-batch with these positions, [B, S'] or [B, S]."""
-        check_not_compiled(self._modules)  # it may have been compiled after it was built
+        """Return the masks of a micro-batch with positions [B, S'] or [B, S].
+
+        Raises ValueError if the model cannot run these rows, or was compiled.
+        """
+        check_not_compiled(self._modules)  # a user may have compiled it after isp built it
         parts = self._layers.tensor.size if self._layers.mode.slices_batch else 1
         check_row(self._most_tokens, positions.shape[1] * parts)
         if not self._needs_lengths:
@@ -266,10 +282,11 @@ class StageModule:
     # -- after the head ----------------------------------------------------------------------
 
     def _after_head(self, y: Tensor) -> Tensor:
-        """Return the logits that the model's code makes of the head's output, [B, n, V'].
+        """Return the logits that the model's code makes from the head's output y, [B, n, V'].
 
-        A soft cap or a scale is the model's own code, so the model runs again on any tokens: the
-        blocks return their input, everything else outside of them zeros, and the head `y`.
+        That code (a soft cap, a scale) is in the model's forward after the head. To run it alone,
+        the model runs once more on arbitrary tokens: blocks return their input, linears and tables
+        outside of them return zeros, and the head returns y.
         """
         ids = torch.zeros(y.shape[:2], dtype=torch.int64, device=y.device)
         positions = torch.arange(y.shape[1], device=y.device).expand(y.shape[:2])
@@ -278,14 +295,14 @@ class StageModule:
         instead = Instead(self._block_names, calls=calls)
         before = generator_states(self._layers.device) if self.model.training else None
         try:
-            return self._passed(ids, positions, Masks(None), instead)
+            return self._run_model(ids, positions, Masks(None), instead)
         finally:
-            if before is not None:  # this extra run may have drawn numbers (dropout)
+            if before is not None:  # dropout in this extra run must not change later draws
                 restore_generators(self._layers.device, before)
 
 
 def _end(x: Tensor) -> Tensor:
-    """End the forward at the head, with the head's input."""
+    """End the forward at the head, with the head's input x as its result."""
     raise ForwardEnd(x)
 
 
@@ -294,8 +311,8 @@ def _random_numbers(training: bool, layers: RankLayers) -> Iterator[None]:
     """Seed the generators for one forward, and restore them afterwards.
 
     Draws in the forward (dropout) depend on one number drawn from the CPU's generator, and on the
-    rank. Ranks that have the same tokens (mtp) draw the same numbers. Outside of `training`,
-    nothing is drawn or changed.
+    rank. Ranks that have the same tokens (mtp) draw the same numbers, since dropout must be equal
+    on them. If not `training`, does nothing.
     """
     if not training:
         yield

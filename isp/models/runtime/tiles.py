@@ -1,18 +1,15 @@
-"""`TiledModule`: a module in a block that computes each token independently, in tiles of tokens.
+"""`TiledModule`: run a module that computes each token independently in tiles of tokens.
 
 B batch, S' tokens of this rank, T tokens of a tile, D and E features
 
     x [B, S', D] -> y [B, S', E]; activations inside exist for one tile [B, T, D] at a time
 
-The weights are whole during all tiles (isp gathers them once in forward and once in backward), and
-their gradients are summed over the tiles and delivered once. Only x is kept; backward computes each
-tile again. If features are split, each tile of the rank's tokens is gathered from all tensor ranks,
-which have the same number of tokens and therefore of tiles. Ranks that share experts exchange
-tokens in each tile, so a rank with fewer tokens cuts them into smaller tiles.
-
-[Note: Kept input] x is saved by an autograd node before the module's, which itself saves nothing.
-In a recomputed block (`isp.core.recompute.recompute`) the recompute then ends at that node, before
-the module, so that its tiles are computed once in forward and once in backward.
+The weights are whole during all tiles: isp gathers them once in forward and once in backward. Their
+gradients are summed over the tiles and delivered once. Only x is kept; backward computes each tile
+again. See [Note: Kept input] in docs/design/notes/models.md. If features are split, each tile of
+the rank's tokens is gathered from all tensor ranks, which have the same number of tokens and
+therefore of tiles. Ranks that share experts exchange tokens in each tile, so all must have the same
+number of tiles: a rank with fewer tokens cuts them into smaller ones.
 
 Source: Bekman et al. 2025 (Arctic Long Sequence Training), TiledMLP.
 """
@@ -46,10 +43,11 @@ from isp.models.tracing.position import ForwardPass, Position
 __all__ = ["Holder", "TiledModule"]
 
 Holder = ShardedLinear | ShardedEmbedding | ShardedExperts | FusedLinears
+"""A module of a traced model that reads sharded weights."""
 
 
 class TiledModule:
-    """The forward of a module, computed in tiles of tokens."""
+    """Computes the forward of a module in tiles of tokens."""
 
     def __init__(
         self,
@@ -62,7 +60,7 @@ class TiledModule:
         layers: RankLayers,
         position: Position,
     ) -> None:
-        """`calls`: the traced calls inside; `holders`: those of weights inside, in order of calls.
+        """`calls`: the traced calls in the module; `holders`: those of these calls, in their order.
 
         `tokens`: tokens of a tile over all rows of the batch; each tile has at least one token of
         each row. `output`: the form of the module's output, packed here as one tensor [B, S', E].
@@ -71,18 +69,19 @@ class TiledModule:
         self._forward: ModuleForward
         """The module's forward for one tile; `wrap` sets it."""
         self._stay = [c.module for c in calls if c.kind is Kind.EXPERTS and layers.experts_stay]
-        """The experts inside whose weights are not gathered."""
+        """The experts in the module that stay on one rank each, so that no weight is gathered."""
         self._output = output
         self._dtypes: tuple[torch.dtype, ...] = ()
         """The dtypes of the tensors that the module returns; the packed one has the widest."""
         self.tokens, self.layers = tokens, layers
         of_batches = layers.expert.size > 1 and layers.weight.size > layers.tensor.size
         self._shares_experts = of_batches and any(isinstance(h, ShardedExperts) for h in holders)
-        """True if it shares experts with ranks that may have another number of tokens."""
-        # Without gathering, tiles read the parameters themselves, and autograd returns gradients.
+        """True if the module shares experts with ranks that may have another number of tokens."""
+        # If weights are not gathered, tiles read the parameters, and autograd returns gradients.
         self._holders = holders if layers.communicator.gathers_weights else ()
         self.weights = [weight for holder in self._holders for weight in holder.weights]
-        # Backward returns a gradient for each of these. Fused shards are not in the module.
+        # `_InTiles.backward` returns a gradient for each of these. The shards of fused linears are
+        # added, because the module has only views of them.
         own = dict.fromkeys(module.parameters())
         fused = (holder for holder in holders if isinstance(holder, FusedLinears))
         own |= dict.fromkeys(p for f in fused for p in (f.weight, f.bias) if p is not None)
@@ -97,13 +96,13 @@ class TiledModule:
     def _through(self, x: Tensor) -> Any:
         """Run the forward in tiles: x [B, S', D] -> the module's output.
 
-        The calls inside count once in the pass around it; each tile is a pass of its own.
+        In the pass around the module its calls count once; each tile is a pass of its own.
         """
         around = self._position.current(self._name)
         around.skip(self._name, self._calls)
         for experts in self._stay:
             self._position.pass_experts(experts)
-        # Taken now: backward runs tiles again, when another micro-batch may be the current one.
+        # Read this now: backward runs tiles again, when another micro-batch may be the current one.
         masks = around.masks
 
         def inside() -> AbstractContextManager[None]:
@@ -113,12 +112,12 @@ class TiledModule:
         return self._output.unpacked(y, self._dtypes)
 
     def __call__(self, x: Tensor, inside: Callable[[], AbstractContextManager[None]]) -> Tensor:
-        """Compute all tiles: x [B, S', D] -> [B, S', E]; each tile runs in a context `inside()`."""
+        """Compute all tiles: x [B, S', D] -> [B, S', E], packed; each runs in `inside()`."""
         if not torch.is_grad_enabled():
             with self.unsharded(Phase.FORWARD):
-                return self.computed(x, self.tiles(x), inside)
-        # [Note: Kept input] If x has no gradient, the parameters make the output of `_Keep` require
-        # one, so that the node exists.
+                return self.compute_all(x, self.tiles(x), inside)
+        # [Note: Kept input] If x needs no gradient, `_Keep` also takes the parameters: otherwise
+        # its output would need no gradient, and the node that saves x would not exist.
         x = _Keep.apply(x, *(() if x.requires_grad else self.parameters))
         out: Tensor = _InTiles.apply(x, *self.parameters, self, inside, x.grad_fn)
         return out
@@ -133,26 +132,27 @@ class TiledModule:
         if self._shares_experts:
             count = torch.tensor([len(tiles)], device=x.device)
             tag = Tag(Purpose.EXPERTS, tensor="tiles")
+            # All ranks of the expert group take part in each tile's exchange, or they would hang.
             most = self.layers.expert.all_reduce_(count, op="max", tag=tag).wait()
             if not most.is_meta and (parts := int(most)) > len(tiles):
                 ranges = (chunk_range(x.shape[1], parts, i) for i in range(parts))
                 tiles = [slice(part.start, part.stop) for part in ranges]
         return tiles
 
-    def tile(self, x: Tensor, inside: Callable[[], AbstractContextManager[None]]) -> Tensor:
-        """Compute one tile: [B, T, D] -> [B, T, E]."""
+    def compute_tile(self, x: Tensor, inside: Callable[[], AbstractContextManager[None]]) -> Tensor:
+        """Compute one tile: [B, T, D] -> [B, T, E], packed."""
         with inside():
             given = self._forward(x)
         self._dtypes = tuple(leaf.dtype for leaf in tree_leaves(given))
         return self._output.packed(given, len(x))
 
-    def computed(
+    def compute_all(
         self, x: Tensor, tiles: list[slice], inside: Callable[[], AbstractContextManager[None]]
     ) -> Tensor:
         """Compute all tiles without an autograd graph: [B, S', D] -> [B, S', E]."""
         out: Tensor | None = None
         for tile in self.layers.each_tile(tiles):
-            y = self.tile(x[:, tile].contiguous(), inside)
+            y = self.compute_tile(x[:, tile].contiguous(), inside)
             if out is None:
                 out = y.new_empty(*x.shape[:2], y.shape[-1])
             out[:, tile] = y
@@ -161,11 +161,12 @@ class TiledModule:
 
     @contextmanager
     def unsharded(self, phase: Phase) -> Iterator[_Sums]:
-        """Keep the weights whole in this context, and let their gradients be summed.
+        """Gather the weights of all holders for this context; their gradients are summed.
 
-        The holders get the yielded object as their communicator, which serves the weights.
+        The yielded object becomes the holders' communicator: it returns the whole weights and adds
+        up the gradients.
         """
-        # In backward weights are gathered in the opposite order, as the plan declares them.
+        # Backward gathers in the opposite order, because the prefetch plan expects it.
         turn = slice(None, None, 1 if phase is Phase.FORWARD else -1)
         communicator = self.layers.communicator
         with ExitStack() as stack:
@@ -181,7 +182,10 @@ class TiledModule:
 
 
 class _Sums(WPCommunicator):
-    """A communicator that serves weights which are already whole, and sums their gradients."""
+    """The communicator of the holders during all tiles of one forward or backward.
+
+    It returns weights that are already whole, and sums their gradients over the tiles.
+    """
 
     gathers_weights = True
 
@@ -206,9 +210,10 @@ class _Sums(WPCommunicator):
     def deliver(
         self, weight: Any, dtype: torch.dtype, *, is_bias: bool, needs: NeedsGrad
     ) -> Tensor | None:
-        """Deliver the sum of a weight's gradients to the real communicator.
+        """Pass the sum of a weight's gradients on to the real communicator.
 
-        Returns the gradient of the shard if autograd has to deliver it, else None.
+        Returns the gradient of the shard if autograd has to deliver it, else None. `needs`: whether
+        autograd needs the gradient.
         """
         found = self._sums.pop((id(weight), is_bias), None)
         gradient = None if found is None else found.sum()
@@ -222,14 +227,14 @@ class _Sums(WPCommunicator):
 
 
 class _SummedGradient:
-    """The sum of a gradient's parts, in float32 or wider, rounded once."""
+    """Adds up a gradient's parts in float32 or wider, so that the sum is rounded only once."""
 
     def __init__(self) -> None:
         self._total: Tensor | None = None
         self._dtype = torch.float32
 
     def add(self, part: Tensor) -> None:
-        """Add one tile's part."""
+        """Add the part of one tile."""
         if self._total is None:
             self._total, self._dtype = widened(part), part.dtype
         else:
@@ -241,7 +246,7 @@ class _SummedGradient:
 
 
 class _Keep(Function):
-    """The node that saves x for `_InTiles`, whose own node saves nothing [Note: Kept input]."""
+    """The autograd node that saves x for `_InTiles`, which saves nothing [Note: Kept input]."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, *others: Tensor) -> Tensor:
@@ -255,7 +260,9 @@ class _Keep(Function):
 
 
 class _InTiles(Function):
-    """forward    y of each tile
+    """The tiled module as one autograd node.
+
+    forward    y of each tile
     backward   for each tile: y again, dx, and gradients of all parameters, summed over tiles
     """
 
@@ -266,7 +273,7 @@ class _InTiles(Function):
         ctx.snapshot = tiled.tracker.snapshot()  # backward draws the same dropout masks
         with tiled.unsharded(Phase.FORWARD):
             ctx.tiles = tiled.tiles(x)
-            y: Tensor = tiled.computed(x, ctx.tiles, inside)
+            y: Tensor = tiled.compute_all(x, ctx.tiles, inside)
         return y
 
     @staticmethod
@@ -274,7 +281,7 @@ class _InTiles(Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         tiled: TiledModule = ctx.tiled
         need_x, *needs = needs_grad(ctx, 1 + len(tiled.parameters))
-        # Before the weights are gathered: reading x may start a recompute, which gathers its own.
+        # First, because reading x may start the block's recompute, which gathers weights itself.
         (x,) = ctx.node.saved_tensors
         trained = [p for p, need in zip(tiled.parameters, needs, strict=True) if need]
         sums = {parameter: _SummedGradient() for parameter in trained}
@@ -283,7 +290,7 @@ class _InTiles(Function):
             for tile in tiled.layers.each_tile(ctx.tiles):
                 leaf = x[:, tile].detach().contiguous().requires_grad_()
                 with torch.enable_grad():
-                    y = tiled.tile(leaf, ctx.inside)
+                    y = tiled.compute_tile(leaf, ctx.inside)
                 d_leaf, *found = torch.autograd.grad(
                     y, [leaf, *trained], dy[:, tile].contiguous(), allow_unused=True
                 )
@@ -294,7 +301,7 @@ class _InTiles(Function):
                     dx[:, tile] = 0 if d_leaf is None else d_leaf  # None: y does not depend on x
         need_of = dict(zip(tiled.parameters, needs, strict=True))
         gradients = {parameter: total.sum() for parameter, total in sums.items()}
-        # Gathered weights got their gradients in `_Sums`; all others came from autograd above.
+        # `_Sums` has the gradients of gathered weights; autograd returned all others above.
         for weight in reversed(tiled.weights):
             for is_bias, p in enumerate((weight.weight, weight.bias)):
                 if p in need_of:

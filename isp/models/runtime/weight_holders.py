@@ -1,7 +1,7 @@
-"""`WeightHolders`: the shards of a model's parameters on a rank, and the modules that hold them.
+"""`WeightHolders`: a rank's shards of a model's parameters, and the holders that read them.
 
-A holder is a module (a linear, an embedding, experts, fused linears) as the communicator sees it:
-it has shards, and its forward reads the whole weights.
+A holder is a linear, an embedding, a module with experts, or a group of fused linears as the
+communicator knows it: it has shards, and its forward reads whole weights.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ __all__ = ["WeightHolders"]
 
 
 class WeightHolders:
-    """The shards of a traced model on a rank, and the holders through which its forward reads them.
+    """The shards of a traced model on a rank, and the holders through which forwards read them.
 
-    The model is changed in place: its parameters become shards, and its forwards get the wrappers
-    through which calls are counted and holders compute.
+    `__init__` changes the model in place: its parameters become shards, and its modules get the
+    wrappers that count calls and that compute from the shards.
     """
 
     def __init__(
@@ -60,8 +60,8 @@ class WeightHolders:
     ) -> None:
         """Shard `model` in place, and add its wrappers to `forwards`.
 
-        `plan`: the tensor-parallel plan of modes that split features; None: isp. `stages`: the
-        pipeline stages of the rank; parameters of other stages take no memory. `tile_tokens`:
+        `plan`: the tensor-parallel plan, for modes that split features; None: mode isp. `stages`:
+        the pipeline stages of the rank; parameters of other stages take no memory. `tile_tokens`:
         tokens of a tile; 0: no tiles.
         """
         self.model, self.trace, self.layers = model, trace, layers
@@ -73,16 +73,17 @@ class WeightHolders:
         self._called_outside = frozenset(trace.called_at)
         self.entrances: dict[str, Entrance] = {}
         """By column linear, the entrance of the region that it is in."""
-        self._of: dict[str, Holder] = {}
-        """The holders, by name of the module."""
+        self._holders: dict[str, Holder] = {}
+        """By name of a module, its holder; fused linears share one."""
         own = frozenset[str]().union(*(stage.parameters for stage in stages))
-        # With a plan each rank needs its share of each linear, but fused linears are cut as one.
+        # A tensor-parallel plan cuts each linear over all ranks. Fused linears are cut as one, so a
+        # rank could have rows of only some of them: do not fuse.
         groups = groups_of(model, trace) if plan is None else ()
         rows = rows_of(model, groups)
         self.named = tuple(shard_parameters(model, trace, layers, plan, own, rows))
         """The shards of the rank's parameters, each once, with their names in the model."""
-        # In this order: columns take entrances, fused linears get no other holder, and tiles need
-        # all holders inside.
+        # The order matters: `_hold_others` needs the entrances and must skip fused linears;
+        # `_cut_into_tiles` needs the holders of all modules.
         self._enter_regions()
         self._fuse(groups)
         self._hold_others()
@@ -94,24 +95,24 @@ class WeightHolders:
 
     def linear(self, name: str) -> ShardedLinear:
         """Return the holder of a linear that is not fused with others."""
-        found = self._of[name]
+        found = self._holders[name]
         assert isinstance(found, ShardedLinear)
         return found
 
     def zeros_of(self, names: Iterable[str]) -> dict[str, Callable[[Tensor], Tensor]]:
-        """Return functions that give zeros in place of the outputs of these linears and tables."""
+        """Return by name functions to call in place of linears and tables, which return zeros."""
         found = dict[str, Callable[[Tensor], Tensor]]()
         for name in names:
-            holder = self._of[name]
+            holder = self._holders[name]
             assert isinstance(holder, ShardedLinear | ShardedEmbedding)
             found[name] = partial(_zeros, holder.width, self.layers.dtype)
         return found
 
     def parts(self) -> dict[str, nn.Module]:
-        """Return the blocks and the modules outside of them that have parameters, by name.
+        """Return by name the blocks, and the modules outside of blocks that have parameters.
 
-        A module that is never called as a whole may hold parameters that other code reads; for
-        these, the whole model is returned under the name "".
+        A module may hold parameters that other code reads, without being called itself. In its
+        place the whole model is returned, under the name "".
         """
         model, trace = self.model, self.trace
         parts = {block: model.get_submodule(block) for block in trace.blocks}
@@ -126,17 +127,17 @@ class WeightHolders:
     def weight_blocks(
         self, stage: Stage | None = None, *, head_in_backward: bool = False
     ) -> tuple[DeclaredBlock, ...]:
-        """Return the sharded weights that a forward reads, in order, in blocks.
+        """Return the declaration of the sharded weights that a forward reads, in order, by blocks.
 
-        In isp mode they are for `ISPCommunicator.declare`, which gathers them.
+        In mode isp it is the argument of `ISPCommunicator.declare`.
 
         `stage`: the pipeline stage; None: the whole model. `head_in_backward`: True if backward
         reads the weight of the head.
         """
         trace, blocks = self.trace, self._blocks
-        # Weights that backward does not read: those that only choose keys (indexers run without a
-        # graph), and the head's, unless results need gradients: those of the loss are computed in
-        # forward.
+        # Weights that backward does not read: those of indexers, which run without a graph, and the
+        # head's, because the loss computes its gradients in forward. Only if per-token results need
+        # gradients, backward reads the head's weight, too.
         unused = (name.rpartition(".")[0] for name in trace.unused)
         forward_only = {*unused, "" if head_in_backward or trace.head is None else trace.head}
         return tuple(
@@ -153,14 +154,14 @@ class WeightHolders:
 
     @property
     def _gathered(self) -> Mapping[str, Holder]:
-        """The holders whose weights are gathered or, in modes with a plan, cut by features.
+        """By name of a module, the holders that the declaration lists with their weights.
 
-        Without experts if a tensor-parallel plan leaves them whole, or if each expert stays on one
-        rank, so that its weights are never gathered.
+        Without experts if there is a tensor-parallel plan, or if each expert stays on one rank:
+        their weights are not gathered then.
         """
         if self._plan is None and not self.layers.experts_stay:
-            return self._of
-        return {n: h for n, h in self._of.items() if not isinstance(h, ShardedExperts)}
+            return self._holders
+        return {n: h for n, h in self._holders.items() if not isinstance(h, ShardedExperts)}
 
     def _enter_regions(self) -> None:
         """Make the entrances of the plan's regions, if features are split over several ranks."""
@@ -179,23 +180,23 @@ class WeightHolders:
             if weight is None or weight.whole is None:  # the block belongs to another stage
                 continue
             linears = {name: self.model.get_submodule(name) for name in group}
-            # The shard of the fused weight; the parameters of the linears are views of it.
+            # The fused shards; the parameters of the linears are views of these.
             whole = weight.whole, None if bias is None else bias.whole
             fused = FusedLinears(linears, self.layers.communicator, *whole)
-            self._of |= dict.fromkeys(group, fused)
+            self._holders |= dict.fromkeys(group, fused)
             for name in group:
                 self._wrap(Kind.LINEAR, name, fused.wrapper(name))
 
     def _hold_others(self) -> None:
         """Give each of the other linears, tables and experts that are called a holder."""
         layers, plan, trace = self.layers, self._plan, self.trace
-        # Blocks of other stages do not run; what is outside of the blocks (None) does, on each
-        # stage.
+        # Blocks of other stages do not run and get no holders. Modules outside of blocks (None) get
+        # one on each stage, since each stage runs the model's own forward.
         own = {None, *self._blocks.input_kept}
         here = (call for call in trace.calls if call.block in own)
         # A module that is called several times has one holder.
         for (kind, name), call in {(call.kind, call.module): call for call in here}.items():
-            if name in self._of or kind.mixes:
+            if name in self._holders or kind.mixes:
                 continue
             module = self.model.get_submodule(name)
             holder: Holder
@@ -208,21 +209,21 @@ class WeightHolders:
                 holder = ShardedEmbedding(module, name, layers, self.position, moves)
             else:
                 holder = self._experts(call, module)
-            self._of[name] = holder
+            self._holders[name] = holder
             self._wrap(kind, name, holder.wrap)
 
     def _wrap(self, kind: Kind, name: str, compute: Wrapper) -> None:
-        """Add the wrappers of a linear, a table or experts; `compute` is the innermost."""
+        """Add the wrappers `CALL` and `COMPUTE` of a linear, a table or experts."""
         module, add = self.model.get_submodule(name), self._forwards.add
-        # Experts that stay on their rank are not gathered. In a tiled module they are passed once
-        # for all tiles.
+        # Experts that stay on their rank call no `unshard`, so the wrapper passes their place of
+        # the plan; in a tiled module, `TiledModule` passes it once for all tiles.
         stay = kind is Kind.EXPERTS and self.layers.experts_stay and self._tile_of(name) is None
         called = self.position.called(
             kind,
             name,
             reads_shard=not stay,
-            # A module may be called in blocks and outside of them. Of a table, the lookup alone
-            # is replaced.
+            # A linear may be called both in blocks and outside of them. Tables are not substituted
+            # here: `ShardedEmbedding` replaces only the lookup, as a table's forward may do more.
             substituted=kind is Kind.LINEAR and name in self._called_outside,
             kept=self._blocks.between_linears and name in self._called_in_blocks,
         )
@@ -230,13 +231,15 @@ class WeightHolders:
         add(module, Wrap.COMPUTE, compute)
 
     def _cut_into_tiles(self) -> None:
-        """Let the modules that compute each token independently run in tiles of tokens."""
+        """Make the modules that compute each token independently run in tiles of tokens."""
         own = [call for call in self.trace.calls if call.block in self._blocks.input_kept]
         for name, output in self._tiled.items():
             calls = tuple(call for call in own if call.module.startswith(f"{name}."))
             if calls:
                 module = self.model.get_submodule(name)
-                inside = dict.fromkeys(self._of[c.module] for c in calls if c.module in self._of)
+                inside = dict.fromkeys(
+                    self._holders[c.module] for c in calls if c.module in self._holders
+                )
                 tiled = TiledModule(
                     name,
                     module,
@@ -250,14 +253,14 @@ class WeightHolders:
                 self._forwards.add(module, Wrap.TILES, tiled.wrap)
 
     def _tile_of(self, module: str) -> str | None:
-        """Return the name of the tiled module that is, or contains, `module`; None: no module."""
+        """Return the name of the tiled module that is or contains `module`; None: there is none."""
         return next((name for name in self._tiled if f"{module}.".startswith(f"{name}.")), None)
 
     def _ahead_of(self, call: Call) -> Ahead | None:
-        """Return the module that is computed ahead with the experts of `call`; None: no module.
+        """Return the module that is computed ahead of its call, with the experts of `call`.
 
-        Nothing is computed ahead if module and experts are not in the same tiled module, nor if
-        everything between linears is recomputed.
+        Returns None if there is no such module, if module and experts are not in the same tiled
+        module, or if everything between linears is recomputed.
         """
         if call.ahead is None or self._blocks.between_linears:
             return None
@@ -265,7 +268,10 @@ class WeightHolders:
         return call.ahead if within else None
 
     def _experts(self, call: Call, module: nn.Module) -> ShardedExperts:
-        """Return the holder of experts, with their exchange and what is computed ahead of them."""
+        """Make the holder of the experts of `call`.
+
+        It has their exchange of tokens, and the module that is computed while they transfer.
+        """
         name, communicator = call.module, self.layers.communicator
         exchange = self._exchange(name, module)
         # Computing ahead hides transfers, of weights or of tokens; without any there is no gain.
@@ -281,7 +287,7 @@ class WeightHolders:
         return DispatchExperts(module, name, communicator, exchange, ahead)
 
     def _exchange(self, name: str, module: nn.Module) -> ExpertExchange | None:
-        """Return the exchange of tokens between the ranks that share these experts.
+        """Make the exchange of tokens between the ranks that share the experts `name`.
 
         Returns None if the experts are not spread over ranks.
         """
@@ -301,9 +307,9 @@ class WeightHolders:
         )
 
     def _give_layouts(self) -> None:
-        """Set the layouts of the weights of each holder; fused linears have theirs already."""
+        """Set `layouts` of the holders' weights; fused linears have theirs already."""
         layouts = {item.parameter: item.layout for item in self.named}
-        for weight in (w for holder in self._of.values() for w in holder.weights):
+        for weight in (w for holder in self._holders.values() for w in holder.weights):
             if not isinstance(weight, FusedLinears):
                 own = {weight.weight_name: weight.weight, "bias": weight.bias}
                 weight.layouts = {
@@ -315,18 +321,19 @@ class WeightHolders:
     def _uses_of(
         self, calls: Sequence[Call], forward_only: Collection[str]
     ) -> Iterator[DeclaredUse]:
-        """Yield the uses of weights in a part of the model that makes these `calls`, in order.
+        """Yield the declared uses of a block, or of a part outside of blocks, in order.
 
-        `forward_only`: linears whose weights backward does not read.
+        `calls`: the calls that the part makes. `forward_only`: linears whose weights backward does
+        not read.
         """
         holders = self._gathered  # without experts that are not gathered
 
         def turn(index: int) -> float:
-            """Return the place of a call in the order in which weights are read.
+            """Return a sort key for the call with this index, in the order of reading weights.
 
-            Weights of experts are read after those of the module that is computed ahead of them
-            [Note: Computed ahead]: they get the place after its last call. In a tiled module all
-            weights are read together, so the order of the calls stays.
+            With [Note: Computed ahead], the code of experts runs after the module that is computed
+            ahead, and so do the reads of their weights: their key is that of the module's last call
+            plus a half. In a tiled module all weights are read together, in the order of the calls.
             """
             call = calls[index]
             own = call.module in holders and self._tile_of(call.module) is None
@@ -336,27 +343,29 @@ class WeightHolders:
             )
             return max((i + 0.5 for i, within in enumerate(inside) if within), default=index)
 
-        of = {i: holders.get(call.module) for i, call in enumerate(calls)}
-        # The first of fused linears reads the weights of all, the other calls read none.
+        holder_at = {i: holders.get(call.module) for i, call in enumerate(calls)}
+        # The first of several fused linears reads the weights of all; the other calls read none.
         later = {
-            i for i, h in of.items() if isinstance(h, FusedLinears) and h.first != calls[i].module
+            i
+            for i, h in holder_at.items()
+            if isinstance(h, FusedLinears) and h.first != calls[i].module
         }
-        reached = sorted((i for i in of if i not in later), key=turn)
+        reached = sorted((i for i in holder_at if i not in later), key=turn)
         named, latest = _launch_points(calls, reached), None
         for index in reached:
             call, launch_point = calls[index], named.get(index)
-            name, holder = _name(call), of[index]
+            name, holder = _name(call), holder_at[index]
             if isinstance(holder, FusedLinears):
                 name = holder.name.removeprefix(f"{call.block}.")
             outer = self._tile_of(call.module)
-            # What marks this place: the call of a module, or the position when tokens are mixed.
+            # Recorders hook into the call of a module, or for a mixer into its key in `Position`.
             at = None if call.kind.mixes else self.model.get_submodule(outer or call.module)
             key = mixing_key(call.module, index) if call.kind.mixes else call.module
             for number, weight in enumerate((None,) if holder is None else holder.weights):
                 inner = f".{weight.weight_name}" if isinstance(weight, ExpertWeight) else ""
                 use = Use(
                     f"{name}{inner}",
-                    launch_point=None if number else launch_point,  # a call reaches it once
+                    launch_point=None if number else launch_point,  # one per call, at its first use
                     weight_in_backward=call.kind is not Kind.TABLE
                     and call.module not in forward_only,
                     with_previous=number > 0 if outer is None else latest == outer,
@@ -368,20 +377,20 @@ class WeightHolders:
 
 
 def _zeros(width: int, dtype: torch.dtype, x: Tensor) -> Tensor:
-    """Return zeros of the shape that a linear or table with this output width gives for x."""
+    """Return zeros in the output shape of a linear or table with `width` features, for input x."""
     if x.is_floating_point():  # a linear; x of a table is token ids
         return x.new_zeros(*x.shape[:-1], width)
     return torch.zeros(*x.shape, width, dtype=dtype, device=x.device)
 
 
 def _passes(weight: WeightHolder, call: Call) -> int:
-    """Return the elements that one token writes and reads at this use, for `Use.passes`.
+    """Return the elements that one token writes and reads at a use of `weight`, for `Use.passes`.
 
-    These are written once and read once: for a linear, its input; for a table, the row that is
-    looked up; for experts, the input of each expert that a token is routed to.
+    Counted are, once written and once read: the input of a linear; the row that is looked up in a
+    table; the input of each expert that a token is routed to.
     """
     if isinstance(weight, ExpertWeight):
-        # Models store the two dims of an expert in either order: the smaller one is counted.
+        # Models store the two dims of an expert in either order: count the smaller one.
         return 2 * min(weight.weight.shape[1:]) * (call.route or 0)
     rows, columns = weight.layouts["weight"].global_shape
     turned = isinstance(weight, ShardedLinear) and weight.transposed
@@ -399,10 +408,10 @@ def _name(call: Call) -> str:
 
 
 def _launch_points(calls: Sequence[Call], reached: Sequence[int]) -> dict[int, LaunchPoint]:
-    """Return the launch points of a block, by index of the call; none outside of blocks.
+    """Return the launch points of a block, by index of the call; empty outside of blocks.
 
-    `wqkv` is the first call, `attn` the first that mixes tokens, and `wo` and `w1` are the next two
-    after it that do not.
+    `wqkv` is the first call, `attn` the first call that mixes tokens, `wo` and `w1` are the next
+    two calls that mix none. `reached`: the indices of calls that are uses, in order.
     """
     mixing = [index for index in reached if calls[index].kind.mixes]
     if not mixing:  # outside of the blocks, or a block that mixes no tokens

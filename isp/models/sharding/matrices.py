@@ -1,4 +1,7 @@
-"""The matrices that a weight consists of (parts of fused linears, heads, experts), for Muon."""
+"""Find the matrices that a weight consists of: parts of a fused linear, heads, experts.
+
+Muon updates each of these matrices on its own.
+"""
 
 from __future__ import annotations
 
@@ -19,12 +22,12 @@ __all__ = ["matrices_in"]
 
 
 def matrices_in(model: nn.Module, trace: ModelTrace, name: str, num_uses: int) -> Matrices | None:
-    """Return the matrices of the parameter `name`.
+    """Return the matrices that the parameter `name` consists of.
 
-    None: it is no matrix, is used several times, or is not sharded. Norms and biases are no
-    matrices, whatever their number of dims. Experts are stacked as in
-    transformers: if they are gated, gate and up are the two halves of one weight and count as two
-    matrices; if they alternate by feature, the weight counts as one.
+    Returns None if it is no matrix, is not sharded, or belongs to several modules (`num_uses`).
+    Norms and biases are no matrices, whatever their number of dims. Gated experts have gate and up
+    in one weight, as in transformers: if these are the two halves of it, they are two matrices; if
+    they alternate by feature, the weight is one matrix.
     """
     owner, _, local = name.rpartition(".")
     module, parameter = model.get_submodule(owner), model.get_parameter(name)
@@ -41,7 +44,8 @@ def matrices_in(model: nn.Module, trace: ModelTrace, name: str, num_uses: int) -
         split = gated and not rest and module.is_concatenated and local.startswith("gate_up")
         return Matrices(block is not None, dim, (half, half) if split else ())
     dim = -1 if is_transposed(module) else -2
-    # A linear next to experts with an output for each of them is a router.
+    # A linear next to experts with as many outputs as there are experts is a router, which Muon
+    # does not update by default.
     siblings = [] if block is None else model.get_submodule(owner.rpartition(".")[0]).children()
     routes = any(
         holds_experts(child)
@@ -53,10 +57,10 @@ def matrices_in(model: nn.Module, trace: ModelTrace, name: str, num_uses: int) -
 
 
 def _heads(trace: ModelTrace, owner: str, block: str | None, length: int) -> int:
-    """Return the number of heads that make up the rows of a q, k, v or fused linear; else 0.
+    """Return the number of heads whose rows make up the weight of a q, k, v or fused linear.
 
-    `owner`: the linear, which counts if it is called before attention in its block; `length`: its
-    out features, which decide what it computes.
+    Returns 0 for any other linear. `owner`: the name of the linear, which must be called before
+    attention in its block; `length`: its out features, which show whether it is q, k, v or fused.
     """
     calls = () if block is None else trace.calls_in[block]
     attends = next((i for i, call in enumerate(calls) if call.kind is Kind.ATTENTION), 0)

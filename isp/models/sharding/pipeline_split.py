@@ -1,9 +1,10 @@
-"""Pipeline stages of a traced model: each runs the model's own forward without others' blocks.
+"""Cut a traced model into pipeline stages, and check before ranks start that the cut is right.
 
-Tables and linears of other stages return zeros, and blocks of earlier stages return what the stage
-has received. All stages but the last end their forward after their last block. This is right if a
-block needs nothing but hidden states from earlier blocks and tables; so before ranks start,
-`check_stages` compares the stages, one after the other, with the whole model on a few tokens.
+Each stage runs the model's own forward, in which tables and linears of other stages return zeros,
+and blocks of earlier stages return the hidden states that the stage has received. All stages but
+the last end the forward after their last block. This is right if a block needs only hidden states
+from earlier blocks and tables: `check_stages` compares the stages, run one after the other, with
+the whole model on a few tokens.
 
 B batch, S sequence, D hidden size
 """
@@ -30,24 +31,29 @@ __all__ = ["Stage", "check_stages", "stages_of", "tied_weight", "with_blocks"]
 
 
 class Stage(NamedTuple):
-    """A run of consecutive blocks; the first stage also has what is called before the blocks, the
-    last what is called after them."""
+    """A pipeline stage: consecutive blocks, and in the first and last stage what is around them.
+
+    The first stage also has the modules that are called before the blocks, the last one those that
+    are called after them.
+    """
 
     blocks: tuple[str, ...]
     is_first: bool
     is_last: bool
     parts: frozenset[str]
-    """The names of its blocks and of the linears and tables that it calls outside of blocks."""
+    """The names of the stage's blocks, and of the linears and tables that it calls outside of
+    blocks."""
     parameters: frozenset[str]
-    """The names of the parameters that it reads."""
+    """The names of the parameters that the stage reads."""
 
 
 def stages_of(model: nn.Module, trace: ModelTrace, num_stages: int) -> tuple[Stage, ...]:
-    """Return the stages of a model, cut so that the most expensive one costs least.
+    """Return the stages of a model, cut to minimize the cost of the most expensive stage.
 
     The cost is the number of weight elements that a token is multiplied by. Raises ValueError that
-    names the obstacle if the model cannot be cut into this many stages.
+    says why if the model cannot be cut into this many stages.
     """
+    # A block without linears costs 1, so that it counts; the head counts in the last stage.
     costs = [float(max(trace.multiplied_in.get(block, 0), 1)) for block in trace.blocks]
     cuts = split_layers(costs, num_stages, after=float(trace.multiplied_in.get(None, 0)))
     spans, last = [trace.blocks[a:b] for a, b in cuts], num_stages - 1
@@ -59,7 +65,7 @@ def stages_of(model: nn.Module, trace: ModelTrace, num_stages: int) -> tuple[Sta
         for number in _one_stage(part, places, stage_of):
             parts[number].add(part)
     tied = tied_weight(model, trace)
-    # The tied weight alone may be read by several stages: each has a copy of it.
+    # Only the tied weight may be read by several stages: each of them has a copy.
     for name, places in _readers(model, trace).items():
         several = {stage_of[place] for place in places}
         for number in several if name == tied else _one_stage(name, places, stage_of):
@@ -71,16 +77,20 @@ def stages_of(model: nn.Module, trace: ModelTrace, num_stages: int) -> tuple[Sta
 
 
 def tied_weight(model: nn.Module, trace: ModelTrace) -> str | None:
-    """Return the name of the weight of a table before the blocks that is also the head's."""
+    """Return the name of the sharded weight that a table before the blocks shares with the head.
+
+    Returns None if there is none.
+    """
     ends = {trace.blocks[0], AFTER_BLOCKS}
     found = (n for n, places in _readers(model, trace).items() if places == ends)
     return next((name for name in found if trace.roles[name] is ParameterRole.SHARDED), None)
 
 
 def _check_outputs(trace: ModelTrace, spans: Sequence[tuple[str, ...]]) -> None:
-    """Raise ValueError if a block returns no hidden state for the next stage.
+    """Raise ValueError if stages cannot send hidden states of one width to each other.
 
-    Also if the hidden states between stages would differ in their number of features.
+    A block must return a hidden state, and those that stages send must have as many features.
+    `spans`: the blocks of each stage.
     """
     for block in (block for span in spans[:-1] for block in span):
         if block not in trace.outputs:
@@ -92,7 +102,7 @@ def _check_outputs(trace: ModelTrace, spans: Sequence[tuple[str, ...]]) -> None:
 
 
 def _one_stage(name: str, places: Iterable[str], stage_of: dict[str, int]) -> set[int]:
-    """Return the stage that contains these places, as a set of one.
+    """Return a set of one: the number of the stage that contains all `places` of `name`.
 
     Raises ValueError if they are in several stages.
     """
@@ -104,10 +114,10 @@ def _one_stage(name: str, places: Iterable[str], stage_of: dict[str, int]) -> se
 
 
 def _readers(model: nn.Module, trace: ModelTrace) -> dict[str, set[str]]:
-    """Return the places where each parameter is read.
+    """Return the places where each parameter is read, by name.
 
-    The parameters of a block count as read in it, and those that no forward reads as read before
-    all blocks.
+    The parameters of a block count as read in that block. Parameters that no forward reads count as
+    read before the first block, so that the first stage has them.
     """
     found = {name: {*trace.read_at.get(name, ())} for name in trace.roles}
     names = {parameter: name for name, parameter in model.named_parameters()}
@@ -120,9 +130,9 @@ def _readers(model: nn.Module, trace: ModelTrace) -> dict[str, set[str]]:
 def with_blocks(
     shape: nn.Module, trace: ModelTrace, blocks: Collection[str]
 ) -> tuple[nn.Module, ModelTrace]:
-    """Return a model without memory, and its trace, in which only `blocks` compute something.
+    """Return a copy of a model on meta, and its trace, in which all blocks but `blocks` are empty.
 
-    All other blocks return their input.
+    An empty block returns its input and has no parameters.
     """
     others = {name: trace.outputs.get(name) for name in trace.blocks if name not in blocks}
     empty: dict[int, Any] = {id(p): p for p in shape.parameters()}
@@ -131,7 +141,7 @@ def with_blocks(
         # A copy of the block, because code around it may read its class and attributes.
         empty[id(block)] = instead = copy.copy(block)
         vars(instead).update(_modules={}, _parameters={}, _buffers={})
-        set_forward(instead, _handing_on(form))
+        set_forward(instead, _returning_input(form))
     inside = tuple(f"{name}." for name in others)
     return copied(shape, empty), trace._replace(
         calls=tuple(call for call in trace.calls if call.block not in others),
@@ -142,15 +152,15 @@ def with_blocks(
     )
 
 
-def _handing_on(form: BlockOutput | None) -> Callable[..., Any]:
+def _returning_input(form: BlockOutput | None) -> Callable[..., Any]:
     """Return a forward that returns its first argument, in the `form` of the block's output."""
 
-    # A plain function: deepcopy of the model does not copy it.
-    def handed_on(*args: Any, **kwargs: Any) -> Any:
+    # A plain function and no method, because a deep copy of the model keeps it as it is.
+    def forward(*args: Any, **kwargs: Any) -> Any:
         x = next(iter((*args, *kwargs.values())))
         return x if form is None else form.around(x)
 
-    return handed_on
+    return forward
 
 
 # -- a comparison before ranks start -----------------------------------------------------------
@@ -165,9 +175,9 @@ def check_stages(
 ) -> None:
     """Raise ValueError if the stages, run one after the other, differ from the whole model.
 
-    shape, buffers and forward are those of `isp.models.tracing.probe.check_local`. Each stage runs
-    in a copy of the model, so that no stage sees attributes that another one set, and in which the
-    parameters of other stages are NaN.
+    shape, buffers and forward are the arguments of `isp.models.tracing.probe.check_local`. Each
+    stage runs in a new copy of the model, so that it does not see attributes that another stage
+    set. The parameters of other stages are NaN, so that reading one shows in the result.
     """
     kept = list(buffers)
     random = torch.Generator().manual_seed(0)
@@ -181,7 +191,7 @@ def check_stages(
         _cut(model, trace, stage, received)
         with local_calls(model):
             try:
-                received = forward(model, ids * stage.is_first, positions)
+                received = forward(model, ids * stage.is_first, positions)  # later stages: any ids
             except ForwardEnd as end:
                 received = end.hidden
             except Exception as error:  # the model's own code, on random weights
@@ -194,32 +204,34 @@ def _cut(model: nn.Module, trace: ModelTrace, stage: Stage, received: Tensor) ->
     """Turn a copy of the model without weights into one stage, in place."""
     for name in trace.roles:
         parameter = model.get_parameter(name)
-        if name not in stage.parameters:  # its elements overlap in memory, so fill the storage
+        if name not in stage.parameters:  # fill the storage, because elements overlap in memory
             size = parameter.untyped_storage().nbytes() // parameter.itemsize
             parameter.data.as_strided((size,), (1,)).fill_(torch.nan)
     for part in (*trace.called_at, *trace.blocks):
         module = model.get_submodule(part)
         if part not in stage.parts:
             form = trace.outputs.get(part) if part in trace.blocks else None
-            instead = partial(_zeros, module.forward)
-            given = instead if form is None else partial(_given, form.around, received)
-            set_forward(module, given)
+            zeros = partial(_zeros, module.forward)
+            instead = zeros if form is None else partial(_returning_received, form.around, received)
+            set_forward(module, instead)
         elif part == stage.blocks[-1] and not stage.is_last:
-            set_forward(module, partial(_ended, module.forward, trace.outputs[part].hidden_of))
+            set_forward(
+                module, partial(_ending_forward, module.forward, trace.outputs[part].hidden_of)
+            )
 
 
 def _zeros(forward: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
-    """Return zeros of the shape that `forward` gives."""
+    """Return zeros in the shape of `forward`'s result."""
     return torch.zeros_like(forward(*args, **kwargs))
 
 
-def _given(around: Callable[[Tensor], Any], hidden: Tensor, *_: Any, **__: Any) -> Any:
-    """Return `hidden`, which the stage has received, in the form of a block's output."""
+def _returning_received(around: Callable[[Tensor], Any], hidden: Tensor, *_: Any, **__: Any) -> Any:
+    """Return the `hidden` states that the stage has received, in the form of a block's output."""
     return around(hidden)
 
 
-def _ended(
+def _ending_forward(
     forward: Callable[..., Any], hidden_of: Callable[[Any], Tensor], *args: Any, **kwargs: Any
 ) -> Any:
-    """Run a stage's last block, and end the forward with its hidden states."""
+    """Run the `forward` of a stage's last block, and end the model's forward by `ForwardEnd`."""
     raise ForwardEnd(hidden_of(forward(*args, **kwargs)))

@@ -1,4 +1,4 @@
-"""Entrances of tensor-parallel regions, where a rank's activations become the input of columns.
+"""`Entrance`: make the input of a tensor-parallel region's column linears from a rank's tokens.
 
 B batch, S sequence, S' tokens of this rank, D hidden size
 
@@ -7,7 +7,7 @@ B batch, S sequence, S' tokens of this rank, D hidden size
     msp    x: all-gather on S    dx: reduce-scatter on S (of [B S', D] on all tokens)
     fsp    as msp                as msp; x is gathered again, once for all columns
 
-One transfer serves all columns of the region (q, k and v, or gate and up).
+All column linears of a region (q, k and v, or gate and up) share one transfer.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ __all__ = ["Entrance", "OnlyColumnsRead"]
 
 
 class Entrance:
-    """The entrance of a module whose input is read by column linears and by nothing else.
+    """The entrance of a region: a module whose input only its column linears read.
 
-    The input is [B, S', D]; also [B S', D] if the module contains no attention, because then the
+    The input is [B, S', D], or also [B S', D] if the module contains no attention, because then the
     order of tokens does not matter.
     """
 
     def __init__(self, name: str, width: int, mode: Mode, tensor: Channel, attends: bool) -> None:
-        """`name`: that of the module; `width`: features of its input, by which it is recognized.
+        """`name`: the module's name; `width`: features of the input, which recognize it.
 
         `tensor`: the tensor ranks; `attends`: True if the module contains attention.
         """
@@ -49,9 +49,10 @@ class Entrance:
         self.gathers = mode.splits_sequence
         self.regathers = mode is Mode.FSP
         self.shown: Tensor | None = None
-        """The tensor that the module gets in place of its input; None while it does not run."""
+        """The tensor that the module gets in place of its input; None while the module does not
+        run."""
         self.in_column = False
-        """True while a column multiplies, see `OnlyColumnsRead`."""
+        """True while a column linear multiplies: `OnlyColumnsRead` allows it to read the input."""
         self._width = width
         self._dims = (3,) if attends else (2, 3)
 
@@ -65,10 +66,10 @@ class Entrance:
 
     @contextmanager
     def column(self, x: Tensor) -> Iterator[None]:
-        """Enclose the product of a column linear with x.
+        """Enclose the product of a column linear with x in this context.
 
-        In fsp, the context saves for backward how to gather x again instead of x. Raises ValueError
-        if x is not the input of the region.
+        In fsp x is not saved for backward, which gathers it again. Raises ValueError if x is not
+        the region's input.
         """
         if x is not self.shown:
             raise ValueError(
@@ -89,6 +90,7 @@ class Entrance:
 
         Raises ValueError if not exactly one of the arguments looks like the input.
         """
+        # Models pass the input by position or under various names: find it by its form.
         found = [x for x in (*args, *kwargs.values()) if self._is_input(x)]
         if len(found) != 1:
             raise ValueError(
@@ -99,7 +101,7 @@ class Entrance:
         self.shown = shown = _Enter.apply(own, self)
         args = tuple(shown if x is own else x for x in args)
         kwargs = {key: shown if x is own else x for key, x in kwargs.items()}
-        # A recompute may end in here with an exception, as soon as it has restored all it is for.
+        # A recompute may end in here with an exception, once it has restored all that it needs.
         try:
             return forward(*args, **kwargs)
         finally:
@@ -116,15 +118,17 @@ class Entrance:
 
 
 class _Enter(Function):
-    """forward   x [.., S', D] -> the input of the columns, see the table at the top
-    backward  the dual; in fsp the shard is saved, to be gathered again
+    """The transfer of an entrance as one autograd node.
+
+    forward   x [.., S', D] -> the input of the columns, by the table at the top of this file
+    backward  the dual transfer for dx; fsp saves x, the rank's shard, to gather it again
     """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, entrance: Entrance) -> Tensor:
         ctx.entrance, ctx.again = entrance, None
         ctx.save_for_backward(x if entrance.regathers else None)
-        if not entrance.gathers:
+        if not entrance.gathers:  # mtp: nothing to send, but backward needs this node
             return x.view_as(x)
         tag = Tag(Purpose.ACTIVATION, entrance.name, "x")
         full: Tensor = entrance.tensor.all_gather(x, dim=-2, tag=tag).wait()
@@ -133,9 +137,10 @@ class _Enter(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dx: Tensor) -> tuple[Tensor, None]:
-        ctx.again = None  # all columns have read the tensor that was gathered again
+        ctx.again = None  # free what fsp gathered again: all columns have read it by now
         entrance: Entrance = ctx.entrance
         tag = Tag(Purpose.INPUT_GRADIENT, entrance.name, "dx")
+        # dx is this rank's part of a sum: its columns have only a part of the output features.
         if entrance.gathers:
             return entrance.tensor.reduce_scatter(dx, dim=-2, tag=tag).wait(), None
         return entrance.tensor.all_reduce(dx, tag=tag).wait(), None
@@ -144,20 +149,21 @@ class _Enter(Function):
 def _regathered(x: Tensor) -> saved_tensors_hooks:
     """Return a context in which x, the output of an entrance, is not saved but gathered again.
 
-    In place of x, or a view of it, only the shape is saved. The first reader in backward gathers x
-    from the shards, and the node of the entrance keeps it for the other columns.
+    In place of x or a view of it, autograd saves only the shape. The first column that reads it in
+    backward gathers x from the shards; the node of the entrance keeps x for the other columns.
     """
     node: Any = x.grad_fn
     memory = storage_key(x.untyped_storage())
 
     def pack(saved: Tensor) -> Tensor | torch.Size:
+        # By storage, because a linear saves a flattened view of x.
         again = storage_key(saved.untyped_storage()) == memory
         return saved.shape if again else saved
 
     def unpack(packed: Tensor | torch.Size) -> Tensor:
         if isinstance(packed, Tensor):
             return packed
-        if node.again is None:
+        if node.again is None:  # on all ranks at the same column, so that the all-gather meets
             (own,) = node.saved_tensors
             entrance: Entrance = node.entrance
             tag = Tag(Purpose.REGATHERED_ACTIVATION, entrance.name, "x")
@@ -169,9 +175,10 @@ def _regathered(x: Tensor) -> saved_tensors_hooks:
 
 
 class OnlyColumnsRead(TorchFunctionMode):
-    """A mode that raises ValueError if anything but a column reads the input of a region.
+    """A mode that raises ValueError if an operation other than a column reads a region's input.
 
-    The gradient of another operation would be whole on each rank, and be summed over ranks.
+    Such an operation would compute the whole gradient on each rank, and the entrance would sum
+    these over the ranks.
     """
 
     def __init__(self, entrances: tuple[Entrance, ...]) -> None:

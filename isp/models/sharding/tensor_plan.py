@@ -1,7 +1,7 @@
 """The tensor-parallel plan of a traced model: the linears that mtp, msp and fsp cut by features.
 
 transformers says which linears are cut by their outputs ("colwise") and which by their inputs
-("rowwise"). The trace shows which calls lie in between, where a rank has its share of the features.
+("rowwise"). The trace shows which calls are in between, where a rank has its share of the features.
 
 B batch, S' tokens of this rank, I in features
 """
@@ -35,7 +35,7 @@ class LinearCut(NamedTuple):
     """True if each rank has all features between a column and its row: they are gathered after the
     column and split before the row."""
     alone: bool = False
-    """True for a column whose features are gathered after it and that no row follows."""
+    """True for a column whose features are gathered after it, without a row that follows."""
 
 
 _CUTS = {
@@ -44,7 +44,7 @@ _CUTS = {
     "colwise_gather_output": LinearCut(Role.COLUMN, whole=True),
     "rowwise_split_input": LinearCut(Role.ROW, whole=True),
 }
-"""The cuts by their names in the plans of transformers."""
+"""The cuts, by their names (styles) in the tensor-parallel plans of transformers."""
 
 
 class Region(NamedTuple):
@@ -56,7 +56,7 @@ class Region(NamedTuple):
     module: str
     columns: tuple[str, ...]
     whole: bool
-    """`LinearCut.whole` of its linears."""
+    """`LinearCut.whole` of the region's linears: True if each rank has all features inside."""
     attends: bool
     """True if attention is called inside."""
     between: tuple[str, ...]
@@ -66,7 +66,7 @@ class Region(NamedTuple):
 class TensorPlan(NamedTuple):
     """The cuts of a model's linears by features; its table and head are cut by vocabulary.
 
-    Convolutions and scans lie outside of regions, with all features of the rank's own tokens.
+    Convolutions and scans are outside of regions, where a rank has all features of its own tokens.
     """
 
     cuts: dict[str, LinearCut]
@@ -80,16 +80,16 @@ class TensorPlan(NamedTuple):
     """The name of the linear that computes the logits."""
 
     def head_parts(self, block: str | None, size: int) -> int:
-        """Return over how many of `size` ranks the heads of a block's attention are split."""
+        """Return over how many ranks the heads of a block's attention are split: `size` or 1."""
         apart = [r.module for r in self.regions if r.attends and not r.whole]
         return size if any(name.startswith(f"{block}.") for name in apart) else 1
 
     def sees_part(self, module: str) -> bool | None:
-        """Return whether a module sees only a part of the features; None: it is in no region."""
+        """Return whether a module gets only a rank's share of the features; None: in no region."""
         return next((not r.whole for r in self.regions if module in r.between), None)
 
     def is_row(self, linear: str) -> bool:
-        """Return whether the output of a linear is summed over ranks."""
+        """Return whether a linear is a row linear, whose output is summed over ranks."""
         cut = self.cuts.get(linear)
         return cut is not None and cut.role is Role.ROW
 
@@ -99,25 +99,29 @@ class TensorPlan(NamedTuple):
         if cut is None or tensor.size == 1:
             return Moves()
         moves = moves_for(mode, cut.role, tensor, sequence_dim=-2)  # x [B, S', I] or [B S', I]
-        # The entrance of the region communicates once for all of its columns.
+        # Columns send nothing themselves: their region's entrance does it once for all of them. The
+        # head and columns without a row are in no region.
         if cut.role is Role.COLUMN and linear != self.head and not cut.alone:
             moves = Moves()
         if not cut.whole:
             return moves
-        # What follows has all features of the rank's own tokens: exchange tokens for features.
+        # After a column alone a rank has all features of its own tokens. It computed its share of
+        # the features for all tokens, so exchange tokens for features.
         if cut.alone and mode.splits_sequence:
             y = partial(tensor.all_to_all, scatter=-2, gather=-1)
             return replace(moves, y=y, dy=partial(tensor.all_to_all, scatter=-1, gather=-2))
+        # A whole region: its column gathers the features, its row takes the rank's share of them.
         own, whole = partial(_own_features, tensor), partial(tensor.all_gather, dim=-1)
         if cut.role is Role.COLUMN:
             return replace(moves, y=whole, dy=own)
         return replace(moves, x=own, dx=whole)
 
     def check_sizes(self, model: nn.Module, trace: ModelTrace, size: int) -> None:
-        """Raise ValueError if `size` ranks do not divide the features of a cut linear, or heads."""
+        """Raise ValueError unless `size` divides the features of all cut linears, and the heads."""
         for name, cut in self.cuts.items():
             linear = model.get_submodule(name)
             features = (in_features if cut.role is Role.ROW else _out_features)(linear)
+            # The head's rows, the vocabulary, may be uneven.
             if name != self.head and features % size:
                 raise ValueError(
                     f"parallel.tensor.size={size} must divide the {features} features along which"
@@ -151,11 +155,12 @@ def _out_features(linear: nn.Module) -> int:
 
 
 def tensor_plan(model: nn.Module, trace: ModelTrace, styles: Mapping[str, str]) -> TensorPlan:
-    """Return the plan of a traced `model` by `styles`, the plan of transformers.
+    """Return the tensor-parallel plan of a traced `model`, made from that of transformers.
 
-    `styles`: names of cuts by names of modules, with `*` for each number. Raises ValueError if the
-    plan cuts nothing, does not cut the linears around attention, or leaves out a linear or a vector
-    inside of a region that it cuts, and for a model with dropout or a second embedding table.
+    `styles`: the plan of transformers, styles in `_CUTS` by names of modules with `*` for each
+    number. Raises ValueError if it cuts nothing, does not cut the linears around attention, or
+    leaves out a linear or a vector inside of a region that it cuts. Also for a model with dropout
+    or a second embedding table.
     """
     cuts, regions = dict[str, LinearCut](), list[Region]()
     for block, calls in trace.calls_in.items():
@@ -182,6 +187,8 @@ def tensor_plan(model: nn.Module, trace: ModelTrace, styles: Mapping[str, str]) 
         inside = next((r for r in regions if name.startswith(f"{r.module}.")), None)
         if inside is None or not is_linear(module) or name not in trace.called:
             continue
+        # Uncut, it would be called with a share of its input features, or give whole outputs where
+        # a share is expected.
         if name not in cuts or cuts[name].alone:
             raise ValueError(f"the plan does not shard {name}, which is inside {inside.module}")
     vectors = frozenset(_own_vectors(regions, trace, styles))
@@ -191,16 +198,17 @@ def tensor_plan(model: nn.Module, trace: ModelTrace, styles: Mapping[str, str]) 
 def _own_vectors(
     regions: Iterable[Region], trace: ModelTrace, styles: Mapping[str, str]
 ) -> Iterator[str]:
-    """Yield the vectors of regions that belong to no module called inside of the region.
+    """Yield the vectors in regions that no called submodule owns, such as attention sinks.
 
-    The region's own code reads them, which no call shows: they must be one element for each head.
-    Raises ValueError for a vector that the plan does not cut.
+    The region's own code reads them, and no call shows how: they must have one element for each
+    head. Raises ValueError for a vector that the plan does not cut.
     """
     for name, role in trace.roles.items():
         owner = name.rpartition(".")[0]
         region = next((r for r in regions if f"{owner}.".startswith(f"{r.module}.")), None)
         if role is not ParameterRole.VECTOR or region is None:
             continue
+        # The vector of a called module, such as a norm of q: `check_shares` compares its output.
         if owner in trace.called and owner != region.module:
             continue
         if region.whole or styles.get(_pattern(name)) != "colwise":
@@ -209,7 +217,7 @@ def _own_vectors(
 
 
 def _pattern(name: str) -> str:
-    """Return a name as plans of transformers have it, with `*` for each number."""
+    """Return a module's name as plans of transformers write it, with `*` for each number."""
     return re.sub(r"\.\d+(?=\.|$)", ".*", name)
 
 
@@ -219,10 +227,11 @@ def _regions(
     """Return the regions of a block, in order, and the cuts of all of its linears.
 
     Columns and the next row with the same `LinearCut.whole` make a region. Columns whose features
-    are gathered may also stand alone.
+    are gathered may also have no row (`LinearCut.alone`). Raises ValueError for other columns
+    without a row, and for attention outside of the regions.
     """
     cuts, regions = dict[str, LinearCut](), list[Region]()
-    # Columns without a row so far, with their places among the calls, by `LinearCut.whole`.
+    # By `LinearCut.whole`, the columns that no row has followed yet, with their call's index.
     begun: dict[bool, dict[str, int]] = {False: {}, True: {}}
     attentions = sum(call.kind is Kind.ATTENTION for call in calls)
     for place, call in enumerate(calls):
@@ -236,6 +245,7 @@ def _regions(
             continue
         # A row: it ends the region of all columns before it.
         inside = calls[min(columns.values(), default=place) : place]
+        # What is left at the end is attention outside of regions, where a rank has all heads.
         attentions -= sum(call.kind is Kind.ATTENTION for call in inside)
         regions.append(_region(block, (*columns, call.module), cut.whole, inside, trace))
         columns.clear()
@@ -253,8 +263,8 @@ def _region(
 ) -> Region:
     """Return the region of columns and their row; `calls`: those from the first column to the row.
 
-    Raises ValueError if they do not lie in one module inside of the block, or if a call in between
-    is a convolution or scan.
+    Raises ValueError if the linears are not in one module inside of the block, or if a call in
+    between is a convolution or scan.
     """
     parents = [name.split(".")[:-1] for name in linears]
     module = ".".join(commonprefix(parents))  # noqa: RUF071  of lists, name by name

@@ -1,4 +1,4 @@
-"""Descriptions of the calls of a forward, and of the outputs of blocks and tiled modules.
+"""Records of the calls of a forward, and of the outputs of blocks and tiled modules.
 
 B batch, S sequence, D hidden size, E features of an output, N tokens, k experts of each token
 """
@@ -94,6 +94,8 @@ class AttentionSizes(NamedTuple):
 
         `length`: tokens of the document. Twice, so that the result is an integer.
         """
+        # In a chunk of c tokens, query i sees min(i, r) keys, where r is the window or the number
+        # of chosen keys: twice their sum is r^2 + 2 r (c - r) = r (2c - r), without the diagonal.
         whole, rest = divmod(length, self.chunk or length)
         reach = min(self.chunk or length, self.window or length, self.chosen or length)
         pairs = whole * reach * (2 * (self.chunk or length) - reach)
@@ -101,15 +103,19 @@ class AttentionSizes(NamedTuple):
 
 
 class Ahead(NamedTuple):
-    """A module that is called after experts, with the same tokens [Note: Computed ahead]."""
+    """A module that can be computed before the experts that it is called after.
+
+    It gets the same tokens as the experts. See [Note: Computed ahead] in
+    docs/design/notes/experts.md.
+    """
 
     module: str
     dims: int
-    """The number of dims of its input."""
+    """The number of dims of the module's input: 2 for [N, D], 3 for [B, S, D]."""
 
 
 class Call(NamedTuple):
-    """One call in a forward."""
+    """One call in a forward: of a linear, a table or experts, or a call that mixes tokens."""
 
     kind: Kind
     module: str
@@ -119,34 +125,35 @@ class Call(NamedTuple):
     sizes: AttentionSizes | None = None
     """Attention: its sizes; None for other kinds."""
     route: int | None = None
-    """Experts: the number of experts of each token; None: the call does not show it."""
+    """Experts: the number of experts of each token; None: they are not called as in transformers,
+    so the number is unknown."""
     weighs: bool = False
-    """Experts: True if they are called with routing weights, too."""
+    """Experts: True if the routing weights are among their arguments."""
     width: int = 0
     """Experts with a known `route`: features of a token."""
     written: bool = False
-    """Attention: True if the model writes into the result."""
+    """Attention: True if the model's code writes into the result, in place."""
     flops: int = 0
     """Convolutions and scans: FLOPs of the forward for one token."""
     given: int | None = None
-    """Linears: the number of the input tensor, the same for calls in a row with the same tensor."""
+    """Linears: a number of the input tensor, equal for consecutive calls with the same tensor."""
     ahead: Ahead | None = None
-    """Experts: the module that can be computed where they are called, before its own call."""
+    """Experts: the module that can be computed when they are called, before its own call."""
 
 
 def weights_among(given: Sequence[Any], numbers: Tensor) -> int | None:
     """Return the index of the routing weights among the arguments `given` of experts; None: none.
 
-    These have the shape of the expert indices `numbers` [N, k], and come after them.
+    Routing weights have the shape of the expert indices `numbers` [N, k] and come after them.
     """
-    for i, x in enumerate(given):
+    for i, x in enumerate(given):  # 0 and 1 are the tokens and the expert indices
         if i > 1 and isinstance(x, Tensor) and x.is_floating_point() and x.shape == numbers.shape:
             return i
     return None
 
 
 def same_rows(x: Tensor, tokens: Tensor) -> bool:
-    """Return whether x [.., D] is the same view of the same memory as `tokens` [N, D]."""
+    """Return whether x [.., D], flattened, is the same view of the same memory as tokens [N, D]."""
     rows = x.flatten(0, -2)
     same = memory_of(rows) == memory_of(tokens)
     place = (rows.shape, rows.stride(), rows.storage_offset())
@@ -154,14 +161,14 @@ def same_rows(x: Tensor, tokens: Tensor) -> bool:
 
 
 class BlockOutput(NamedTuple):
-    """The form of a block's output: a tree with hidden states [B, S, ..], packed as one tensor.
+    """The form of a block's output: a tree of values, some of which are hidden states [B, S, ..].
 
-    The packed tensor [B, S, D] is sent to the next pipeline stage.
+    Pipeline stages send the hidden states as one packed tensor [B, S, D].
     """
 
     spec: TreeSpec
     leaves: tuple[Any, ...]
-    """The leaves of the tree that are no tensors; None in place of tensors."""
+    """The leaves of the tree that are not tensors, with None in place of each tensor."""
     sizes: dict[int, tuple[int, ...]]
     """By index of a leaf that is a hidden state, its sizes after [B, S]."""
 
@@ -184,7 +191,10 @@ class BlockOutput(NamedTuple):
         return cls(spec, others, sizes) if sizes else None
 
     def around(self, hidden: Tensor) -> Any:
-        """Return an output with these hidden states [B, S, D] and None for other tensors."""
+        """Return a block's output with the packed hidden states [B, S, D] as its hidden states.
+
+        Other tensors of the output become None.
+        """
         leaves, start = list(self.leaves), 0
         for leaf, sizes in self.sizes.items():
             stop = start + math.prod(sizes)
@@ -201,7 +211,10 @@ class BlockOutput(NamedTuple):
 
 
 class TokenOutput(NamedTuple):
-    """The form of a tiled module's output: a tree of tensors of its tokens, packed as one."""
+    """The form of a tiled module's output: a tree of tensors that have a row for each token.
+
+    The tiles are concatenated as one packed tensor [B, S, E].
+    """
 
     spec: TreeSpec
     sizes: tuple[tuple[int, ...], ...]
@@ -211,7 +224,10 @@ class TokenOutput(NamedTuple):
 
     @classmethod
     def of(cls, output: Any, rows: tuple[int, int]) -> TokenOutput | None:
-        """Return the form of `output` for `rows` = (B, S); None unless all of it is per token."""
+        """Return the form of `output` for `rows` = (B, S).
+
+        Returns None unless all leaves are floating-point tensors with a row for each token.
+        """
         leaves, spec = tree_flatten(output)
         if not leaves or not all(isinstance(x, Tensor) and x.is_floating_point() for x in leaves):
             return None
@@ -225,7 +241,7 @@ class TokenOutput(NamedTuple):
         return cls(spec, sizes, flat) if all(sizes) else None
 
     def packed(self, output: Any, rows: int) -> Tensor:
-        """Return the module's output for B = `rows`, packed as [B, S, E]."""
+        """Return the module's `output` for B = `rows`, packed as one tensor [B, S, E]."""
         leaves = zip(tree_flatten(output)[0], self.flat, strict=True)
         parts = [x.unflatten(0, (rows, -1)) if flat else x.flatten(2) for x, flat in leaves]
         return parts[0] if len(parts) == 1 else torch.cat(parts, -1)
@@ -242,7 +258,8 @@ class TokenOutput(NamedTuple):
 
 
 class ForwardEnd(Exception):
-    """The early end of a forward, at the head or after the last block of a pipeline stage."""
+    """An exception that ends a forward early: at the head, or after a pipeline stage's last
+    block."""
 
     def __init__(self, hidden: Tensor) -> None:
         """`hidden`: the result of the forward: the head's input, or hidden states [B, S, D]."""

@@ -1,4 +1,4 @@
-"""`LinearOutputs`: a mode that follows what a model's code does with the outputs of its linears.
+"""`LinearOutputs`: follow what a model's code does with the outputs of its linears.
 
 B batch, S sequence, O out features
 """
@@ -18,56 +18,60 @@ __all__ = ["LinearOutputs"]
 
 
 class LinearOutputs(TorchFunctionMode):
-    """A mode that notes how outputs of linears [B, S, O] are split, and what the last one becomes.
+    """A mode that records how linears' outputs are split, and what is made from the last output.
 
-    A part is taken directly from the output, by a split, a chunk or a slice; or by an index, as
-    `unbind` does, after O was divided into several dims. The further use of parts does not matter.
+    A part of an output [B, S, O] is taken directly by a split, a chunk or a slice; or by an index,
+    as `unbind` does, after O was divided into several dims. What the code does with a part later
+    does not matter.
 
-    The head is the linear from whose output alone the logits are made. The model's own code after
-    it (a soft cap, a scale) runs again for each loss chunk of tokens, without what comes before the
-    head. That is right if the logits are made from the head's output and constants.
+    The head is the linear from whose output alone the logits are made. The loss runs the model's
+    code after the head (a soft cap, a scale) again for each loss chunk, without the code before the
+    head. That is right only if the logits are made from the head's output and constants.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self._outputs: dict[int, tuple[str, Tensor]] = {}
-        """By storage, the name and output of a linear; kept, so that no storage is used again."""
+        """By storage, the name of a linear and its output, which is kept so that no other tensor
+        gets its storage."""
         self._parts: dict[str, set[tuple[int, int]]] = {}
-        """By linear, the (start, length) of parts of its out features."""
+        """By linear, (start, length) of each part of its out features."""
         self._linear = ""
         """The linear that was called last."""
         self._made: dict[int, Tensor] = {}
-        """By id, the last linear's output and the tensors made from it; kept, as ids are reused."""
+        """By id, the last linear's output and all tensors made from it, which are kept so that no
+        other tensor gets their ids."""
         self._mixed = False
-        """True if these were made from other tensors, too."""
+        """True if a tensor of `_made` was also made from tensors that are not in it."""
         self.used = False
-        """True if any operation read these."""
+        """True if any operation read a tensor of `_made`."""
         self._odd_blocks: set[str] = set()
-        """Blocks that cannot be left out: their output has another form than their first input."""
+        """The blocks that a forward cannot leave out by returning their first argument, because
+        their output has another form."""
 
-    def called(self, name: str, output: Tensor) -> None:
-        """Note that a linear has returned `output`."""
+    def linear_returned(self, name: str, output: Tensor) -> None:
+        """Record that the linear `name` has returned `output`."""
         self._outputs[memory_of(output)] = name, output
         self._linear, self._made, self._mixed = name, {id(output): output}, False
-        self.used = False  # last: reading the output's storage above counts as a use
+        self.used = False  # last, because `memory_of` above counts as an operation
 
-    def passed(self, block: str, given: tuple[Any, ...], output: Any) -> None:
-        """Note a block that cannot be left out: it would return its first argument instead."""
-        alike = given and isinstance(given[0], Tensor) and isinstance(output, Tensor)
-        if not alike or given[0].shape != output.shape:
+    def block_returned(self, block: str, given: tuple[Any, ...], output: Any) -> None:
+        """Record whether a block's `output` has the form of its first argument in `given`."""
+        tensors = given and isinstance(given[0], Tensor) and isinstance(output, Tensor)
+        if not tensors or given[0].shape != output.shape:
             self._odd_blocks.add(block)
 
     def head(self, logits: Tensor, blocks: tuple[str, ...]) -> str | None:
         """Return the name of the head, if `logits` are made from its output alone; else None.
 
-        None also if one of `blocks` cannot be left out, so that the code after the head cannot run
-        without them.
+        None also if one of `blocks` cannot be left out, because then the code after the head cannot
+        run alone.
         """
         fits = id(logits) in self._made and not self._mixed
         return self._linear if fits and self._odd_blocks.isdisjoint(blocks) else None
 
     def splits(self) -> dict[str, tuple[int, ...]]:
-        """Return the sizes of the parts of each linear whose output is split without gaps."""
+        """Return by linear the sizes of the parts of its output, if they cover it without gaps."""
         found = {}
         for name, output in self._outputs.values():
             parts = sorted(self._parts.get(name, ()))
@@ -85,7 +89,8 @@ class LinearOutputs(TorchFunctionMode):
         if any(id(x) in self._made for x in given):
             self.used = True
             others = [x for x in given if id(x) not in self._made]
-            # Scalars may take part. Larger tensors may depend on tokens, parameters need gradients.
+            # A constant may take part if it is a scalar: a larger tensor may depend on tokens, and
+            # a parameter needs a gradient.
             self._mixed |= any(x.dim() > 0 or isinstance(x, nn.Parameter) for x in others)
             self._made |= {id(x): x for x in made}
         parent = args[0] if args and made else None
@@ -98,17 +103,18 @@ class LinearOutputs(TorchFunctionMode):
         return out
 
     def _note(self, name: str, output: Tensor, parent: Tensor, x: Tensor) -> None:
-        """Note the part of a linear's `output` that `x` is, a view of its view `parent`."""
+        """Record the part of a linear's `output` that x is; x is a view of its view `parent`."""
         width = output.shape[-1]
         as_it_is = parent.dim() <= output.dim() and parent.shape[-1] == width
-        # Dims of x within the features of a token: those with a stride below their number.
+        # The dims of x within the features of a token are those with strides below O.
         dims = sorted((s, n) for s, n in zip(x.stride(), x.shape, strict=True) if s < width)
         whole = parent.numel() == output.numel()
-        # A part of a part is not noted, nor a view that only reshapes.
+        # Ignore a part of a part, and a view that only reshapes.
         if not whole or x.numel() == output.numel() or not (as_it_is or x.dim() < parent.dim()):
             return
+        # Dense: each stride is the product of the smaller dims, so the features are contiguous.
         dense = all(s == math.prod(n for _, n in dims[:i]) for i, (s, _) in enumerate(dims))
-        if dense and dims:  # contiguous features
+        if dense and dims:
             start = int(x.storage_offset() - output.storage_offset()) % width
             length = math.prod(n for _, n in dims)
             if length < width:

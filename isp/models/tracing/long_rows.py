@@ -1,20 +1,7 @@
-"""`LengthCheck`: detects models that compute something else in long rows than in short ones.
+"""`LengthCheck`: detect models that compute something else in long rows than in short ones.
 
-[Note: Length] The probe (`isp.models.tracing.probe`) compares rows of up to 64 tokens. Beyond some
-length a model may do something else: scale by the logarithm of the length, work in chunks, branch.
-A forward on the meta device takes no memory at any length, and shows which functions are called,
-with which numbers, and the shapes of their results. At the length of a row, and at that of a rank's
-part, these must be the same as at 64 tokens, except for sizes that follow from the length. Sizes of
-views and concatenations, and counts of elements, are polynomials p of the length with integer
-coefficients, for which n - 64 divides p(n) - p(64); a number of chunks, a remainder or a minimum is
-not.
-
-Code that calls something else may still compute the same: an MLP in tiles of tokens, a table of
-angles that grows. In that case its results are compared on the CPU, as in the probe, at that
-length, up to 4,096 tokens.
-
-Not detected: code inside of experts and in backward at these lengths, code that depends on the
-values of positions in a way that mixes tokens, and rows longer than those checked.
+The calls of a forward on the meta device are compared with those in a short row, and results on the
+CPU if the calls differ. See [Note: Length] in docs/design/notes/models.md.
 """
 
 from __future__ import annotations
@@ -36,7 +23,7 @@ from isp.core.mixers.api import mix_by
 from isp.core.mixers.key_choice import Indexer
 from isp.core.mixers.recurrence import Inputs, Recurrence
 from isp.models.tracing.probe import PROBE_TOKENS, Forward, refuse_unchecked, same_at_length
-from isp.models.tracing.recorder import experts_passed
+from isp.models.tracing.recorder import identity_experts
 from isp.models.tracing.trace import ModelTrace, own_line
 from isp.models.tracing.weight_reads import name_of
 
@@ -56,39 +43,39 @@ class LengthCheck:
         trace: ModelTrace,
         forward: Forward,
     ) -> None:
-        """`empty`: returns a copy of `model` on the meta device, connected to `mix_by`.
+        """`empty`: returns a new copy of `model` on the meta device, connected to `mix_by`.
 
-        Each forward has its own copy, because models keep tables that they make for a length.
+        Each forward needs a new copy, because a model may keep tables that it made for a length.
         """
         self._model, self._empty, self._trace, self._forward = model, empty, trace, forward
         self._short: list[_Noted] | None = None
         """The calls in a row of `PROBE_TOKENS`; None: not recorded yet."""
         self._due = PROBE_TOKENS
-        """The longest row that needs no further check."""
+        """The longest row that needs no further check: 9/8 of the longest one checked so far."""
 
     def check(self, row: int, part: int, *, allow_unchecked: bool) -> None:
         """Raise ValueError, naming module and line, if results depend on the length of a row.
 
-        `row`: tokens of a row; `part`: tokens of a rank's part of it. Only a row that is much
-        longer than those before is checked. If the check fails to run, raises ValueError, too, or
-        warns if `allow_unchecked`.
+        `row`: tokens of a row; `part`: tokens of a rank's part of it. A row is checked only if it
+        is longer than 9/8 of the longest one before. If the check fails to run, raises ValueError,
+        too, or warns if `allow_unchecked`.
         """
         if row > self._due:
             for length in {row, part}:
                 if length > PROBE_TOKENS:
                     self._check(length, allow_unchecked)
-            self._due = row * 9 // 8  # rows that grow by a token each are not checked each
+            self._due = row * 9 // 8  # rows that grow by one token each are not all checked
 
     def _check(self, length: int, allow_unchecked: bool) -> None:
-        """Check one length: compare calls, and results on the CPU if calls differ."""
+        """Check rows of one length: compare calls, and results on the CPU if calls differ."""
         reason = f"in a row of {length:,} tokens"
         try:
             other = self._first_other(length)
             if other is None:
                 return
-            reason = self._said(length, other)
+            reason = self._message(length, other)
             compared = min(length, _MOST_COMPARED)
-            # The difference begins beyond the longest row that is run.
+            # If calls differ only in rows longer than the CPU runs, results cannot be compared.
             if compared < length and self._first_other(compared) is None:
                 raise ValueError(f"rows of more than {_MOST_COMPARED:,} tokens are not compared")
             rest = self._model.buffers(), self._trace, self._forward, compared
@@ -104,46 +91,47 @@ class LengthCheck:
             )
 
     def _calls(self, length: int, watched: int | None = None) -> _Calls:
-        """Record the calls of a forward on a new copy of the model."""
+        """Record the calls of a forward on a row of `length` tokens; `watched`: see `_Calls`."""
         return _Calls(watched).of(self._empty(), self._forward, length)
 
     def _first_other(self, length: int) -> int | None:
-        """Return the index of the first call that does not follow from the one in a short row."""
+        """Return the index of the first call that differs from the short row; None: none does."""
         if self._short is None:
             self._short = self._calls(PROBE_TOKENS).noted
         pairs = enumerate(zip_longest(self._short, self._calls(length).noted))
         step = length - PROBE_TOKENS
         return next((number for number, pair in pairs if not _follows(*pair, step)), None)
 
-    def _said(self, length: int, number: int) -> str:
-        """Return a description of the difference at a call, with its place in the model's code."""
+    def _message(self, length: int, number: int) -> str:
+        """Return a message about the call with index `number`, with its place in the code."""
         assert self._short is not None
         calls = self._calls(length, number)  # once more, to find the place of the call
         short = self._short[number] if number < len(self._short) else None
         long = calls.noted[number] if number < len(calls.noted) else None
-        if long is None:
+        if long is None:  # only the short row has this call
             calls = self._calls(PROBE_TOKENS, number)
         place, kind = calls.place
         line = "" if calls.line is None else f" ({_at(calls.line)})"
         where = f"{place} ({kind})" if place else kind
         what = _what(short, long, length - PROBE_TOKENS)
-        return f"{where} computes otherwise in a row of {length:,} tokens: {what}{line}"
+        return f"{where} computes something else in a row of {length:,} tokens: {what}{line}"
 
 
 class _Noted(NamedTuple):
-    """A call of a function of torch, or of a mixer."""
+    """A recorded call of a function of torch, or of a mixer."""
 
     name: str
     numbers: Any
-    """The numbers among the arguments, nested as these are."""
+    """The numbers among the arguments, nested as in the arguments."""
     shapes: Any
     """The shapes of the resulting tensors."""
 
 
 def _what(short: _Noted | None, long: _Noted | None, step: int) -> str:
-    """Return a description of how a call differs from the one in a row of `PROBE_TOKENS`.
+    """Return a description of how a call in a long row differs from that in `PROBE_TOKENS` tokens.
 
-    None stands for no call at this place; `step`: how many more tokens the long row has.
+    `short` or `long` is None if that row has no call here; `step`: how many more tokens the long
+    row has.
     """
     few = f"in a row of {PROBE_TOKENS}"
     if long is None:
@@ -159,12 +147,12 @@ def _what(short: _Noted | None, long: _Noted | None, step: int) -> str:
 
 
 def _listed(shapes: Any) -> str:
-    """Return shapes as lists, without a list around a single one."""
+    """Return shapes as the text of a list of lists, or of one list for a single shape."""
     return str([list(shape) for shape in shapes] if len(shapes) != 1 else list(shapes[0]))
 
 
 def _first_leaves(short: Any, long: Any, step: int) -> tuple[Any, Any]:
-    """Return the innermost numbers that differ."""
+    """Return the first numbers, in nested tuples, that differ between the two rows."""
     if isinstance(short, tuple) and isinstance(long, tuple) and len(short) == len(long):
         pairs = zip(short, long, strict=True)
         return _first_leaves(*next(pair for pair in pairs if not _follows(*pair, step)), step)
@@ -177,7 +165,10 @@ def _at(line: traceback.FrameSummary) -> str:
 
 
 def _follows(short: Any, long: Any, step: int) -> bool:
-    """Return whether `long` may be the value of `short` in a row with `step` more tokens."""
+    """Return whether `long` may be what `short` becomes in a row with `step` more tokens.
+
+    True for equal values, and for a size that is a polynomial of the length. See [Note: Length].
+    """
     if short == long:
         return True
     if isinstance(short, tuple) and isinstance(long, tuple):
@@ -185,17 +176,17 @@ def _follows(short: Any, long: Any, step: int) -> bool:
         return len(short) == len(long) and all(_follows(a, b, step) for a, b in several)
     if not (_is_whole(short) and _is_whole(long)):
         return False
-    # True for each polynomial of the length with integer coefficients [Note: Length].
+    # step divides p(n + step) - p(n) for each polynomial p with integer coefficients.
     return (int(long) - int(short)) % step == 0
 
 
 def _is_whole(number: Any) -> bool:
-    """Return whether a value is an integer, as int or float; not for bool."""
+    """Return whether a value is an int, but no bool, or a float without a fraction."""
     return type(number) is int or (type(number) is float and number.is_integer())
 
 
 def _numbers(value: Any) -> Any:
-    """Return numbers, texts and dtypes of `value` in nested tuples, with None for all else."""
+    """Return the numbers, texts and dtypes in `value` as nested tuples, with None for all else."""
     kind = type(value)
     if kind is int or kind is float or kind is bool or kind is str:
         return value
@@ -212,7 +203,10 @@ class _Calls(TorchFunctionMode):
     """A mode that records the calls of a forward on the meta device; implements `Mixers`, too."""
 
     def __init__(self, watched: int | None = None) -> None:
-        """`watched`: the index of the call whose place in the model's code is noted."""
+        """`watched`: the index of the call whose place in the model's code is recorded.
+
+        None: no call's, which is faster.
+        """
         super().__init__()
         self.noted: list[_Noted] = []
         self.place = "", ""
@@ -234,10 +228,10 @@ class _Calls(TorchFunctionMode):
                     begins, ends = partial(self._begins, name), self._ends
                     stack.callback(module.register_forward_pre_hook(begins).remove)
                     stack.callback(module.register_forward_hook(ends).remove)
-            # Keep the generator of a training run as it is, and draw the same in each forward.
+            # Do not change the generator of a training run; draw the same numbers in each forward.
             stack.enter_context(torch.random.fork_rng(devices=[]))
             torch.default_generator.manual_seed(0)
-            stack.enter_context(experts_passed(model))
+            stack.enter_context(identity_experts(model))
             stack.enter_context(mix_by(self))
             stack.enter_context(torch.no_grad())
             stack.enter_context(self)
@@ -253,6 +247,7 @@ class _Calls(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
+        # Calls that return no tensor, such as x.size(), are left out: they compute nothing.
         out = func(*args, **kwargs) if kwargs else func(*args)
         if isinstance(out, Tensor):
             self._note(name_of(func), (args, kwargs), (tuple(out.shape),))
@@ -287,5 +282,6 @@ class _Calls(TorchFunctionMode):
 
     def choose(self, indexer: Indexer) -> Tensor:
         """Return indices of keys, all 0, as many as an indexer chooses in a long document."""
+        # As for a document longer than any, so that the number does not depend on the row.
         shape = *indexer.keys.shape[:2], indexer.num_choices, indexer.most(1 << 40)
         return indexer.keys.new_zeros(shape, dtype=torch.int32)

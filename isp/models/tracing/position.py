@@ -1,4 +1,4 @@
-"""`Position`: where the forward that runs now is in the model's trace, and so in the prefetch plan.
+"""`Position`: the place of the running forward in the model's trace and in the prefetch plan.
 
 B batch, S sequence, S' tokens of this rank
 """
@@ -28,7 +28,7 @@ __all__ = ["ForwardPass", "Instead", "Masks", "Position", "mixing_key"]
 
 
 class Masks:
-    """The attention masks and the placement of one micro-batch, each made once."""
+    """The attention masks and the token placement of one micro-batch, each made on first use."""
 
     def __init__(self, cu_seqlens: Tensor | None, lengths: Tensor | None = None) -> None:
         """`cu_seqlens`: starts of the documents [documents + 1], int32; None: not packed.
@@ -55,20 +55,23 @@ class Masks:
     def _make(
         self, causal: bool, window: int | None, chunk: int | None, shape: tuple[int, int]
     ) -> AttentionMask:
+        """Make a mask; the arguments are those of `__call__`."""
         if chunk is None:
             return AttentionMask(causal=causal, window=window, cu_seqlens=self._cu_seqlens)
         rows, tokens = shape
         ends = self._cu_seqlens
         lengths = [tokens] * rows if ends is None else ends.diff().tolist()
+        # A token attends within its chunk: the same as if each chunk were a document.
         parts = [min(chunk, n - start) for n in lengths for start in range(0, n, chunk)]
         return AttentionMask.of_documents(parts, causal=causal, window=window)
 
     def placement(self, sequence: SequenceRanks, channel: Channel, x: Tensor) -> Placement:
-        """Return which rank of `channel` has which tokens; x [B, S', ..]: those of this rank."""
+        """Return which rank of `channel` has which tokens; x [B, S', ..]: this rank's tokens."""
         if self._placement is None:
             cu = self._cu_seqlens
             rows = x.shape[0], x.shape[1] * channel.size
-            if cu is not None and sequence.context.size > 1:  # all rows are one packed sequence
+            # Context ranks divide all rows of a packed batch as one sequence.
+            if cu is not None and sequence.context.size > 1:
                 rows = 1, int(cu[-1])
             bounds: Sequence[int] = () if cu is None else cu.tolist()
             self._placement = Placement.of(sequence, channel, rows, bounds)
@@ -76,19 +79,20 @@ class Masks:
 
 
 class Instead(NamedTuple):
-    """The parts of the model that a forward leaves out, and their replacements."""
+    """The parts of the model that one forward leaves out, and what replaces them."""
 
     left_out: frozenset[str] = frozenset()
     """Blocks that return `received`, or their input if that is None."""
     received: Tensor | None = None
     """Hidden states from the pipeline stage before; None on the first stage."""
     last_block: str | None = None
-    """The block after which the forward ends; None: it ends as the model's does."""
+    """The block after which the forward ends early; None: it runs to the end of the model."""
     calls: Mapping[str, Callable[[Tensor], Tensor]] = MappingProxyType({})
     """By name of a linear or table outside of the blocks, the function to call in its place."""
 
 
 _AS_TRACED = Instead()
+"""An `Instead` that leaves nothing out."""
 
 
 class ForwardPass:
@@ -109,8 +113,8 @@ class ForwardPass:
     ) -> None:
         """`calls`: the traced calls of the pass, in order; `kept`: the kept calls of a block.
 
-        `planned`: False for a pass that the prefetch plan does not contain, the recompute of what
-        is between the linears of a block: it reads no weight, so it passes no place of the plan.
+        `planned`: False for a pass that the prefetch plan does not contain: the recompute of what
+        is between a block's linears, which reads no weight.
         """
         self.name = name
         self.masks = masks
@@ -118,46 +122,46 @@ class ForwardPass:
         self.instead = instead
         self.planned = planned
         self.ahead: dict[str, tuple[Tensor, Tensor, list[Any]]] = {}
-        """By name of a module that is computed before its call: the tokens, the output, and a list
-        to which the call is added."""
+        """By name of a module that was computed before its call: its tokens, its output, and a list
+        to which the call is added; see `ComputedAhead`."""
         self._calls = calls
-        self.passed = 0
-        """The number of calls so far."""
+        self.num_calls = 0
+        """The number of calls so far, which is the index of the next one."""
 
     def arrive(self, kind: Kind, module: str) -> Call:
         """Count a call and return it as traced; raise RuntimeError if it is not the next one."""
-        if self.passed < len(self._calls):
-            expected = self._calls[self.passed]
+        if self.num_calls < len(self._calls):
+            expected = self._calls[self.num_calls]
             if expected.kind is kind and expected.module == module:
-                self.passed += 1
+                self.num_calls += 1
                 return expected
         raise self._error(f"{kind} of {module} was called")
 
     def keep(self, kind: Kind, call: Callable[[], Tensor], dropped: Tensor | None = None) -> Tensor:
-        """Return `call()`, or its kept result in a recompute, see `KeptCalls`.
+        """Return `call()`, or in a recompute its kept result; see `KeptCalls`.
 
-        `dropped`: the input of the call, if that is not kept.
+        `dropped`: the input of the call, if it is recomputed and not kept with the result.
         """
         return call() if self.kept is None else self.kept(kind, call, dropped)
 
     def skip(self, module: str, calls: tuple[Call, ...]) -> None:
-        """Count all `calls` of a module at once; raise RuntimeError if they are not the next."""
-        if self._calls[self.passed : self.passed + len(calls)] != calls:
+        """Count all `calls` inside of a module; raise RuntimeError if they are not the next."""
+        if self._calls[self.num_calls : self.num_calls + len(calls)] != calls:
             raise self._error(f"{module} was called")
-        self.passed += len(calls)
+        self.num_calls += len(calls)
 
     def end(self) -> None:
-        """Expect no further call: the forward ended early, as it was meant to."""
-        self.passed = len(self._calls)
+        """Count all remaining calls as made, because the forward ended early on purpose."""
+        self.num_calls = len(self._calls)
 
     def finish(self) -> None:
-        """End the pass.  Raises RuntimeError if calls of the trace are missing."""
-        if self.passed < len(self._calls):
+        """End the pass; raise RuntimeError if calls of the trace are missing."""
+        if self.num_calls < len(self._calls):
             raise self._error("the end was reached")
 
     def _error(self, found: str) -> RuntimeError:
-        """Return the error for something that the trace does not have here."""
-        rest = self._calls[self.passed :]
+        """Return the error for a call, or an end, that differs from the trace; `found`: which."""
+        rest = self._calls[self.num_calls :]
         expected = f"{rest[0].kind} of {rest[0].module}" if rest else "nothing more"
         return RuntimeError(
             f"in {self.name}, {found} where {expected} came when the model was traced: isp"
@@ -166,52 +170,57 @@ class ForwardPass:
 
 
 def mixing_key(block: str, number: int) -> Hashable:
-    """Return the key, for the prefetch plan, of call `number` of a block, which mixes tokens."""
+    """Return the key in the prefetch plan of a call that mixes tokens; it has no module as key.
+
+    `number`: the index of the call in its block.
+    """
     return block, number
 
 
 class Position:
     """The place of the running forward in the trace: the current pass, and its next call.
 
-    Passes nest: a tile runs in a block's pass, a block in that of the model around the blocks.
-    Each call counts here, by the wrapper of its module or, if it mixes tokens, by the mixers. Where
-    the prefetch plan has a place without a sharded weight, the communicator gets `pass_by`; a layer
-    with a sharded weight calls `unshard`. So trace and plan advance together.
+    Passes nest: a tile runs inside of a block's pass, and a block inside of the pass of the model
+    around its blocks. The wrapper `Wrap.CALL` of a module counts its calls here; the mixers count
+    the calls that mix tokens. The prefetch plan advances with the trace: a layer with a sharded
+    weight calls the communicator's `unshard`, and for a place of the plan without a sharded weight
+    this class calls `pass_by`.
     """
 
     def __init__(self, communicator: WPCommunicator) -> None:
         self.now: ForwardPass | None = None
         """The current pass; None outside of a forward that ISP runs."""
         self.mixers: Mixers | None = None
-        """The mixers of the passes; set once, since they count their calls here."""
+        """The mixers of all passes; set after `__init__`, because they need this object."""
         self._communicator = communicator
         self._mixing_hooks: dict[Hashable, OrderedDict[int, Callable[[Tensor], object]]] = {}
 
     def register_mixing_hook(
         self, key: Hashable, hook: Callable[[Tensor], object]
     ) -> RemovableHandle:
-        """Call `hook` with the tokens of each call that mixes them at the place `key`.
+        """Call `hook` with the tokens x of each call that mixes them at the place `key`.
 
-        For recorders: such a call has no module to hook into. `key`: the one of `mixing_key`. The
-        recompute of a whole block calls it, too; one between linears does not.
+        For recorders, since such a call has no module to hook into. `key`: from `mixing_key`. The
+        recompute of a whole block calls the hook, too; a recompute between linears does not.
         """
+        # As torch registers hooks of a module: the handle removes the hook from this dict.
         hooks = self._mixing_hooks.setdefault(key, OrderedDict())
         handle = RemovableHandle(hooks)
         hooks[handle.id] = hook
         return handle
 
     def current(self, called: str) -> ForwardPass:
-        """Return the current pass; raise RuntimeError, naming what was `called`, without one."""
+        """Return the current pass; raise RuntimeError that names `called` if there is none."""
         if self.now is None:
             raise self._outside(called)
         return self.now
 
     @contextmanager
     def passing(self, forward_pass: ForwardPass) -> Iterator[None]:
-        """Make `forward_pass` the current one in this context, nested in the one before.
+        """Make `forward_pass` the current pass in this context, nested in the one before.
 
-        Raises RuntimeError at the end if calls of the trace are missing, unless the context ends
-        with an exception: a recompute ends with one as soon as it has all that it is for.
+        Raises RuntimeError at the end if calls of the trace are missing. Not if the context ends
+        with an exception: a recompute ends with one as soon as it has restored what it is for.
         """
         assert self.mixers is not None
         before, self.now = self.now, forward_pass
@@ -227,12 +236,12 @@ class Position:
     def mix(self, kind: Kind, x: Tensor) -> tuple[ForwardPass, Call]:
         """Count a call that mixes the tokens x; return the current pass and the call as traced."""
         now = self.current(kind)
-        key = mixing_key(now.name, now.passed)
+        key = mixing_key(now.name, now.num_calls)
         call = now.arrive(kind, now.name)  # calls that mix tokens have the name of their block
         if now.planned:
-            self._communicator.pass_by(key)
+            self._communicator.pass_by(key)  # may launch gathers of the next block
             if self._mixing_hooks:
-                for hook in [*self._mixing_hooks.get(key, {}).values()]:
+                for hook in [*self._mixing_hooks.get(key, {}).values()]:  # a hook may remove itself
                     hook(x)
         return now, call
 
@@ -242,7 +251,7 @@ class Position:
             self._communicator.pass_by(module)
 
     def document_lengths(self) -> Tensor | None:
-        """Return the length of the document of each of this rank's tokens, in this forward."""
+        """Return the document length of each of this rank's tokens [B, S']; None: not needed."""
         return self.current("rotary positions").masks.lengths
 
     def called(
@@ -256,23 +265,23 @@ class Position:
     ) -> Wrapper:
         """Return the wrapper `Wrap.CALL` of a linear, a table or experts of the trace.
 
-        `reads_shard`: False for experts that stay on their rank as a whole: no plan has a use that
-        gathers them, so their place is passed here. `substituted`: a pass may name another
-        function to call, see `Instead`. `kept`: a recompute may take the result of the forward.
+        `reads_shard`: False for experts that stay whole on one rank. They do not call `unshard`, so
+        the wrapper passes their place of the plan. `substituted`: True if a pass may name another
+        function to call, see `Instead`. `kept`: True if a recompute may reuse the forward's result.
         """
 
         def wrap(inner: ModuleForward) -> ModuleForward:
             def forward(*args: Any, **kwargs: Any) -> Any:
                 now = self.now
-                if now is None:
+                if now is None:  # such as by gradient checkpointing of the model's own, in backward
                     raise self._outside(module)
-                now.arrive(kind, module)  # first: a call counts, whatever replaces it
+                now.arrive(kind, module)  # first, because a call counts even if it is replaced
                 if not reads_shard:
                     self.pass_experts(module)
                 if substituted and (instead := now.instead.calls.get(module)) is not None:
                     return instead(*args, **kwargs)
                 if kept:
-                    # The input of a linear is recomputed, not kept: it is made between linears.
+                    # A linear's input is made between linears, so it is recomputed and not kept.
                     dropped = args[0] if kind is Kind.LINEAR else None
                     return now.keep(kind, lambda: inner(*args, **kwargs), dropped)
                 return inner(*args, **kwargs)
@@ -282,14 +291,14 @@ class Position:
         return wrap
 
     def instead(self, module: str) -> Callable[[Tensor], Tensor] | None:
-        """Return the function to call in place of a linear or table in this pass; None: itself."""
+        """Return what to call in this pass in place of a linear or table; None: the module."""
         return self.current(module).instead.calls.get(module)
 
     @staticmethod
     def _outside(called: str) -> RuntimeError:
         """Return the error for a call without a current pass."""
         return RuntimeError(
-            f"{called} was called outside of a forward that isp runs: call a parallelised"
+            f"{called} was called outside of a forward that isp runs: call a parallelized"
             f" model through the run's `loss` or isp.integrations.transformers.Trainer only,"
             f" and use model.checkpoint for recomputation, not the model's own gradient"
             f" checkpointing"

@@ -1,30 +1,8 @@
-"""The probe: a few forwards and backwards on a few tokens, to detect models that mix tokens.
+"""The probe: run a model on a few tokens, to detect code that mixes tokens outside of attention.
 
-[Note: Locality] A rank has a part of a sequence, and a packed sequence has several documents. Only
-attention is known to read other tokens; everything else must be a function of a token and its
-position. So attention is replaced by a function of one token, and the model runs on 64 tokens in
-another order with one token changed, on every second token, and on the other half. Each token must
-always have the same logits, and the same gradient of its logits by its own embedding:
-
-* values, order and number of the other tokens must not matter;
-* an extreme (maximum, minimum, median) over all tokens lies in only one of the halves, so that the
-  other half differs even if the changed token is not the extreme;
-* in backward, too, where hooks and autograd functions may do something that forward does not.
-
-If something differs, the probe runs again step by step, to find out what mixes, and in which
-module.
-
-The model runs in training mode without dropout, or in evaluation mode if it draws random numbers of
-its own or fails in training mode. Code that behaves differently in longer rows is detected
-elsewhere (`isp.models.tracing.long_rows`). Not detected: code that depends on the values of weights
-or tokens (random here) and mixes only for a few of them; code that mixes inside of experts that isp
-knows, in the gradients of weights, or between rows of a batch (there is one row here); differences
-below 1e-5 of the largest logit or 1e-3 of the largest gradient; gradients that do not reach the
-embedding. `isp.check` compares whole steps with the model's own weights.
-
-[Note: Weights without memory] Sharded weights are read only by linears and by lookups of rows
-(`isp.models.tracing.weight_reads`), and any other function of a token's features serves the probe
-as well. So they get no memory, and a model of any size runs as a whole.
+Attention is replaced by a function of one token. Then each token's logits and gradients must not
+depend on the other tokens. See [Note: Locality] in docs/design/notes/models.md. The model needs no
+memory for its sharded weights. See [Note: Weights without memory] in docs/design/notes/models.md.
 
 B batch, S sequence, H heads, G groups of a scan, D hidden size, V vocabulary, I in and O out
 features, N tokens of experts, k experts of each token, T tokens of joined rows, F features
@@ -72,65 +50,71 @@ PROBE_TOKENS = 64
 """The number of tokens of the probe; for longer rows see `isp.models.tracing.long_rows`."""
 
 _FEWER = 16
-"""The number of tokens for a model that fails on more: some have short tables of positions."""
+"""The number of tokens of the probe for a model that fails on `PROBE_TOKENS`: some models have
+short tables of positions."""
 
 _CHANGED = 8
-"""The index of the token that is changed."""
+"""The index, among all tokens of the probe, of the token that is replaced by another one."""
 
 _LARGEST = 1e-5
-"""The tolerance relative to the largest logit: float32 sums run in other orders."""
+"""The tolerance of logits, relative to the largest one: the order of float32 sums may differ."""
 
 _LARGEST_GRADIENT = 1e-3
-"""The tolerance relative to the largest gradient of a token: in float32 single features may cross
-the kink of a ReLU."""
+"""The tolerance of a token's gradient, relative to the largest one. Larger than that of logits: by
+float32 rounding a feature may be on the other side of the kink of a ReLU."""
 
 _SEEN = {
     "changed": "changing one token changes its output for other tokens",
     "permuted": "permuting tokens together with their positions changes its output",
     "part": "its output for a part of the tokens differs from that for all tokens",
 }
+"""By case that the probe compares, what it shows, for the message: differences in a forward."""
 
 _SEEN_IN_BACKWARD = {
     "changed": "changing one token changes the gradients of other tokens",
     "permuted": "permuting tokens together with their positions changes their gradients",
     "part": "the gradients of a part of the tokens differ from those with all tokens",
 }
+"""By case that the probe compares, what it shows, for the message: differences in a backward."""
 
 _KNOWN = "transformers.", "model.decoder"
-"""Beginnings of Python modules whose experts are known to compute each token alone."""
+"""Beginnings of the names of Python modules whose experts are known to mix no tokens."""
 
 Forward = Callable[[nn.Module, Tensor, Tensor], Tensor]
+"""A function that runs a model on token ids and positions [B, S] and returns its logits."""
 
 
 class ProbeRun(NamedTuple):
-    """The number of tokens and the mode in which a model ran on random weights."""
+    """How the probe could run a model on random weights."""
 
     tokens: int
+    """A number of tokens on which it runs."""
     training: bool
+    """True for training mode, False for evaluation mode."""
 
 
 class _Tokens(NamedTuple):
-    """The tokens of a run."""
+    """The tokens of one forward of the probe."""
 
     ids: Tensor
-    """[1, S]"""
+    """Token ids, [1, S]."""
     positions: Tensor
-    """[1, S]"""
+    """The position of each token, [1, S]."""
     rows: Tensor
     """The index of each token among all tokens of the probe, [S]."""
 
     @classmethod
     def all_of(cls, num_tokens: int, number: int) -> _Tokens:
-        """Return `number` random tokens, in order, out of `num_tokens` different ones."""
+        """Return `number` tokens in order, each with a random id below `num_tokens`."""
         ids = torch.randint(num_tokens, (1, number), generator=torch.Generator().manual_seed(0))
         return cls(ids, torch.arange(number)[None], torch.arange(number))
 
     def part(self, places: Tensor | slice) -> _Tokens:
-        """Return the tokens at these places, each with its position."""
+        """Return the tokens at some of the places, each with its original position."""
         return _Tokens(self.ids[:, places], self.positions[:, places], self.rows[places])
 
     def changed(self, num_tokens: int) -> _Tokens:
-        """Return the same tokens with one replaced by another."""
+        """Return the same tokens, with another id for the token `_CHANGED` if it is among them."""
         ids = torch.where(self.rows == _CHANGED, (self.ids + 1) % num_tokens, self.ids)
         return self._replace(ids=ids)
 
@@ -145,24 +129,25 @@ def check_local(
 ) -> ProbeRun | None:
     """Raise ValueError, naming the module, if the model mixes tokens other than by attention.
 
-    If the model fails on random weights, so that this cannot be checked, raises ValueError, too, or
-    warns and returns None if `allow_unchecked`. Otherwise returns how the model ran.
+    Returns how the model ran. If it fails on random weights, so that nothing can be checked, raises
+    ValueError, or with `allow_unchecked` warns and returns None.
 
-    `shape`: the traced model on the meta device, connected to `mix_by`; `buffers`: the buffers of
-    the real model, in the same order. See [Note: Locality].
+    `shape`: the traced model on the meta device, whose mixers are those of `mix_by`; `buffers`: the
+    buffers of the real model, in the same order. See [Note: Locality].
     """
     model, num_tokens = without_weights(shape, buffers, trace.roles), _num_tokens(shape, trace)
     with local_calls(model, gradients=True) as calls:
         probe = _Probe(model, forward, calls, trace.called)
         why: Exception | None = None
-        # In evaluation, too: attention with dropout, for instance, is refused only in training.
+        # Try fewer tokens and evaluation mode, too: attention with dropout, for example, raises an
+        # error in training mode only.
         for number, training in product((PROBE_TOKENS, _FEWER), (True, False)):
-            _put_in(model, training=training)
+            _set_mode(model, training=training)
             try:
                 whole, order, expected = probe.run_mixed(number, num_tokens)
                 break
-            except Exception as error:  # the model's own code, on random weights
-                why = why or error
+            except Exception as error:  # the model's own code may raise anything
+                why = why or error  # report the first one, of the usual way to run it
         else:
             assert why is not None
             refuse_unchecked(model, why, allow_unchecked)
@@ -170,7 +155,7 @@ def check_local(
         for half in (whole.part(slice(0, None, 2)), whole.part(slice(1, None, 2))):
             found = probe.run_part(half)
             if _differ(expected, found) or _gradients_differ(expected, found):
-                # Find out the reason: the same tokens again, then one difference at a time.
+                # To name the cause, run the same tokens again, then change one thing at a time.
                 probe.check_same_again(whole.changed(num_tokens).part(order), expected)
                 cases = {
                     "changed": [whole.changed(num_tokens)],
@@ -178,7 +163,8 @@ def check_local(
                     "part": [whole.part(slice(start, None, 2)) for start in (0, 1)],
                 }
                 raise ValueError(probe.difference(whole, cases))
-    return ProbeRun(number // 2, model.training)  # the halves have run, too
+    # The smaller number, for callers that run the model again: it runs on the halves, too.
+    return ProbeRun(number // 2, model.training)
 
 
 def refuse_unchecked(model: nn.Module, why: Exception | str, allow_unchecked: bool) -> None:
@@ -199,7 +185,7 @@ def refuse_unchecked(model: nn.Module, why: Exception | str, allow_unchecked: bo
 def same_at_length(
     shape: nn.Module, buffers: Iterable[Tensor], trace: ModelTrace, forward: Forward, tokens: int
 ) -> bool:
-    """Return whether a few of `tokens` tokens have the same logits as when they run alone.
+    """Return whether a few tokens have the same logits in a row of `tokens` tokens as alone.
 
     The other arguments are those of `check_local`. Only forwards run.
     """
@@ -207,16 +193,16 @@ def same_at_length(
     whole = _Tokens.all_of(_num_tokens(shape, trace), tokens)
     with local_calls(model) as calls:
         probe = _Probe(model, forward, calls, trace.called)
-        few = whole.part(slice(tokens // 128, None, -(-tokens // 32)))
-        if probe.run(few).is_random:
-            _put_in(model, training=False)
+        few = whole.part(slice(tokens // 128, None, -(-tokens // 32)))  # about 32, all over the row
+        if probe.run(few).is_random:  # its dropout would make the results differ
+            _set_mode(model, training=False)
         return not _differ(probe.run(whole), probe.run(few))
 
 
 def _num_tokens(shape: nn.Module, trace: ModelTrace) -> int:
-    """Return the number of different tokens: the rows of the first table, else the logits.
+    """Return the number of token ids: the rows of the first table, or without tables the logits.
 
-    A classifier has fewer logits than tokens.
+    A classifier has fewer logits than token ids, so the table comes first.
     """
     table = shape.get_submodule(trace.tables[0]) if trace.tables else None
     return table.num_embeddings if isinstance(table, nn.Embedding) else trace.vocab_size
@@ -234,23 +220,24 @@ def without_weights(
 ) -> nn.Module:
     """Return a copy of `shape` on the CPU, in which each sharded weight is one element in memory.
 
-    Other parameters get random values, and buffers those of `buffers`, or made-up ones on meta.
+    Other parameters get random values. Buffers get the values of `buffers`, or made-up values if
+    these are on the meta device. See [Note: Weights without memory].
     """
     values: dict[int, Any] = {}
     random = torch.Generator().manual_seed(0)
     for name, parameter in shape.named_parameters():
         cut = roles[name] in (ParameterRole.SHARDED, ParameterRole.IDLE)
-        value = _nothing(parameter) if cut else _random(parameter, random)
+        value = _one_element(parameter) if cut else _random(parameter, random)
         values[id(parameter)] = nn.Parameter(value, requires_grad=False)
     for own, buffer in zip(shape.buffers(), buffers, strict=True):
-        value = _counted(buffer, random) if buffer.is_meta else _wide(buffer.cpu().clone())
+        value = _made_up(buffer, random) if buffer.is_meta else _wide(buffer.cpu().clone())
         values[id(own)] = value
     model = copied(shape, values)
-    _put_in(model, training=training)
+    _set_mode(model, training=training)
     return model
 
 
-def _put_in(model: nn.Module, *, training: bool) -> None:
+def _set_mode(model: nn.Module, *, training: bool) -> None:
     """Set training or evaluation mode, with dropout always off; batch norms keep their mode."""
     for module in model.modules():
         if not isinstance(module, AnyBatchNorm):
@@ -262,14 +249,15 @@ def _wide(x: Tensor) -> Tensor:
     return x.float() if x.is_floating_point() and x.itemsize < 4 else x
 
 
-def _nothing(x: Tensor) -> Tensor:
-    """Return zeros of the shape of x that are one element in memory."""
+def _one_element(x: Tensor) -> Tensor:
+    """Return zeros in the shape of x that share one element in memory."""
     return _wide(torch.zeros((), dtype=x.dtype)).expand(x.shape)
 
 
 def _random(x: Tensor, random: torch.Generator) -> Tensor:
-    """Return numbers in [0.5, 1.5] in the shape of x; elements of a matrix share memory."""
-    # Small overlapping strides, so that even large parameters take little memory.
+    """Return numbers in [0.5, 1.5] in the shape of x, with some elements in the same memory."""
+    # With these small strides elements overlap, so that even a large parameter takes little memory,
+    # but rows and columns differ.
     strides = [(index and 3) + 2**index for index in reversed(range(x.dim()))]
     length = 1 + sum(s * (n - 1) for s, n in zip(strides, x.shape, strict=True)) * (x.numel() > 0)
     dtype = torch.float32 if x.itemsize < 4 else x.dtype
@@ -277,9 +265,11 @@ def _random(x: Tensor, random: torch.Generator) -> Tensor:
     return values.add_(0.5).as_strided(x.shape, strides)
 
 
-def _counted(x: Tensor, random: torch.Generator) -> Tensor:
-    """Return values for a buffer on meta: random numbers, or for integers 0, 1, 2, .., as in
-    buffers of positions."""
+def _made_up(x: Tensor, random: torch.Generator) -> Tensor:
+    """Return values for a buffer on meta: random numbers, or 0, 1, 2, .. for a buffer of integers.
+
+    These integers fit a buffer of positions.
+    """
     if x.is_floating_point():
         return _random(x, random).contiguous()
     return torch.arange(x.shape[-1] if x.dim() else 1).expand(x.shape).to(x.dtype)
@@ -292,13 +282,15 @@ def _counted(x: Tensor, random: torch.Generator) -> Tensor:
 def local_calls(model: nn.Module, *, gradients: bool = False) -> Iterator[_WithoutWeights]:
     """Replace mixers, products with weights, lookups and experts by functions of single tokens.
 
-    In this context all mixing that isp can distribute over ranks is gone, so any that is left is a
-    mistake. `gradients`: True to compute gradients.
+    In this context every call that isp can distribute over ranks is a function of one token. So if
+    a token's result depends on others, the model's own code mixes tokens. `gradients`: True to
+    compute gradients.
     """
     ran = set()
     with ExitStack() as stack:
         for module in model.modules():
-            # Known experts are replaced. Of others, the first of each class and sizes runs.
+            # The code of known experts is replaced. Other experts run their own code, but only one
+            # module of each class and sizes, to save time.
             if holds_experts(module):
                 key = type(module), *(p.shape for p in module.parameters(recurse=False))
                 if key in ran or type(module).__module__.startswith(_KNOWN):
@@ -306,7 +298,8 @@ def local_calls(model: nn.Module, *, gradients: bool = False) -> Iterator[_Witho
                 ran.add(key)
         stack.enter_context(torch.random.fork_rng(devices=[]))
         stack.enter_context(torch.set_grad_enabled(gradients))
-        # As a mode, a device costs time in each operation: set it only if need be.
+        # The device context is a torch function mode, which slows down each operation: enter it
+        # only if the caller has set another default device.
         if torch.get_default_device().type != "cpu":
             stack.enter_context(torch.device("cpu"))
         calls = stack.enter_context(_WithoutWeights(model))
@@ -315,12 +308,12 @@ def local_calls(model: nn.Module, *, gradients: bool = False) -> Iterator[_Witho
 
 
 class _LocalMixers:
-    """Mixers for which each token is a document of its own, so that nothing is mixed."""
+    """Mixers that compute each token alone, as if it were a document of its own."""
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Tensor:
         """Return a function of each token's own q, k and v, in which all features matter.
 
-        True attention of a token to itself would be v alone.
+        Attention of a token to itself alone would be v, and ignore q and k.
         """
         if k.shape[2] != q.shape[2]:
             k, v = (x.repeat_interleave(q.shape[2] // x.shape[2], 2) for x in (k, v))
@@ -333,7 +326,7 @@ class _LocalMixers:
         return v + own.tanh().unsqueeze(-1)
 
     def convolve(self, x: Tensor, weight: Tensor, bias: Tensor | None, dilation: int) -> Tensor:
-        """Return the convolution of a sequence in which all tokens are equal to this one."""
+        """Return for each token the convolution of a sequence that repeats this token."""
         out = x * weight.sum(1)
         return out if bias is None else out + bias
 
@@ -345,24 +338,28 @@ class _LocalMixers:
         flat, mixed = inputs.flat(), inputs.of_heads[0]
         x, *others = flat.of_heads
         parts = [*others, *flat.of_groups, *(t[None] for t in flat.constants if t is not None)]
-        numbers = [_number(t.to(x.dtype).reshape(*t.shape[:2], -1)) for t in parts]  # [.., H or G]
+        # Each input becomes [T, H] or [T, G], a constant [1, H] or [1, G].
+        numbers = [_weighted_sum(t.to(x.dtype).reshape(*t.shape[:2], -1)) for t in parts]
         of_heads = (n.repeat_interleave(flat.num_heads // n.shape[1], 1) for n in numbers)
         own = sum(of_heads, x.new_zeros(()))  # [T, H]
         return (x + own.tanh().view(*own.shape, *(1,) * (x.dim() - 2))).view(mixed.shape)
 
     def choose(self, indexer: Indexer) -> Tensor:
-        """Return a function of the token's own key in place of indices of keys."""
-        return _number(indexer.keys)[..., None, None]
+        """Return a function of each token's own key in place of indices of keys."""
+        return _weighted_sum(indexer.keys)[..., None, None]
 
 
-def _number(x: Tensor) -> Tensor:
-    """Return a weighted sum of features, about as large as one of them: [.., F] -> [..]."""
+def _weighted_sum(x: Tensor) -> Tensor:
+    """Return a weighted sum of the features, about as large as one of them: [.., F] -> [..]."""
     weights = torch.arange(x.shape[-1], dtype=x.dtype).cos_()
     return x @ weights / math.sqrt(max(1, len(weights)))
 
 
 def _experts(x: Tensor, *others: Any, **more: Any) -> Tensor:
-    """Return a function of each token of x [N, D], its expert indices and its weights [N, k]."""
+    """Return, in place of experts, a function of each token of x [N, D] and of its other arguments.
+
+    Other arguments are expert indices and routing weights, [N, k] each.
+    """
     for other in tree_leaves((others, more)):
         if isinstance(other, Tensor) and x.dim() == other.dim() == 2 and len(other) == len(x):
             x = x + other.to(x.dtype).cos().sum(-1, keepdim=True)
@@ -370,22 +367,22 @@ def _experts(x: Tensor, *others: Any, **more: Any) -> Tensor:
 
 
 class _WithoutWeights(TorchFunctionMode):
-    """A mode that replaces products with weights without memory, and lookups in them.
+    """A mode that replaces products with, and lookups in, weights that have no memory.
 
-    The replacements are random functions of a token. They are drawn once for each size of weights,
-    and for `_KINDS` weights of the same size, so that neighboring linears differ.
+    The replacements are random functions of a token. For products `_KINDS` functions are drawn for
+    each size of weights, so that neighboring linears differ; for lookups, one for each table.
     """
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
-        # All strides are 0: one element in memory, see `_nothing`.
+        # Weights without memory are recognized by their strides, which are all 0: `_one_element`.
         self._numbers = {
             id(p): number for number, p in enumerate(model.parameters()) if not any(p.stride())
         }
         self._products: dict[tuple[Any, ...], tuple[int, Tensor, Tensor]] = {}
         self._tables: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
         self.looked_up: list[Tensor] = []
-        """The rows that tables gave, as leaves of the graph, if gradients are computed."""
+        """The results of lookups, as leaves of the graph, if gradients are computed."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -407,9 +404,9 @@ class _WithoutWeights(TorchFunctionMode):
         return self._leaf(self._rows(ids, weight, number))
 
     def _leaf(self, rows: Tensor) -> Tensor:
-        """Return a copy of rows of a table, as a new leaf at which gradients end.
+        """Record the rows of a lookup as a new leaf, at which gradients end; return a copy of it.
 
-        A copy of the leaf, because the model may write into it.
+        A copy, because the model may write into it.
         """
         if not (torch.is_grad_enabled() and rows.is_floating_point()):
             return rows
@@ -417,14 +414,17 @@ class _WithoutWeights(TorchFunctionMode):
         return self.looked_up[-1].clone()
 
     def _product(self, x: Tensor, size: int, number: int) -> Tensor:
-        """Return [.., I] -> [.., O]: each output is a sum of few features, and all occur in one."""
+        """Return a random function of x [.., I] in place of a product: [.., O], with O = `size`.
+
+        Each output is a weighted sum of a few features of x, and each feature is in some output.
+        """
         key = number % _KINDS, x.shape[-1], size, x.dtype
         if (drawn := self._products.get(key)) is None:
             drawn = self._products[key] = _drawn(*key)
         start, scales, shift = drawn
-        # Runs of features, as picking single ones out of a row takes ten times as long.
+        # `taken` has one feature for each factor: features start, start + 1, .., modulo I. Slices
+        # and `cat`, because an index tensor takes ten times as long.
         times, rest = divmod(len(scales) - x.shape[-1] + start, x.shape[-1])
-        # Features start, start + 1, .., modulo their number: as many as there are factors.
         taken = torch.cat([x[..., start:], *[x] * times, x[..., :rest]], -1)
         if len(scales) == size:
             return torch.addcmul(shift, taken, scales)
@@ -432,7 +432,7 @@ class _WithoutWeights(TorchFunctionMode):
         return sums + shift
 
     def _rows(self, ids: Tensor, table: Tensor, number: int) -> Tensor:
-        """Return rows for ids, [..] -> [.., D], different for different ids."""
+        """Return a row for each id in place of a lookup, [..] -> [.., D]; each id has its own."""
         key = number, table.shape[1]
         if (drawn := self._tables.get(key)) is None:
             random = torch.Generator().manual_seed(number)
@@ -443,7 +443,7 @@ class _WithoutWeights(TorchFunctionMode):
 
 
 _KINDS = 8
-"""The number of weights of the same sizes with different functions; more would take memory."""
+"""The number of random functions for weights of the same size; each takes memory."""
 
 _WEIGHT_AT = {F.linear: 1, F.embedding: 1, torch.addmm: 2, Tensor.__getitem__: 0}
 """By function that reads a sharded weight, the index of the weight among its arguments."""
@@ -452,7 +452,10 @@ _WEIGHT_AT = {F.linear: 1, F.embedding: 1, torch.addmm: 2, Tensor.__getitem__: 0
 def _drawn(
     number: int, num_in: int, num_out: int, dtype: torch.dtype
 ) -> tuple[int, Tensor, Tensor]:
-    """Draw the random function of a product: its first input feature, its factors and its shift."""
+    """Draw the random function of a product: its first input feature, its factors and its shift.
+
+    Each of the `num_out` outputs is a sum of I / O terms, rounded up.
+    """
     random = torch.Generator().manual_seed(number)
     terms = -(-num_in // num_out)
     scales = torch.randn(terms * num_out, generator=random).to(dtype) / math.sqrt(terms)
@@ -464,20 +467,20 @@ def _drawn(
 
 
 class _Found(NamedTuple):
-    """The results of a run."""
+    """The results of one forward of the probe, and of its backward."""
 
     rows: Tensor
-    """`_Tokens.rows` of the run."""
+    """The index of each token among all tokens of the probe, [S]."""
     logits: Tensor
-    """[S, V] in float64."""
+    """The logits of each token in float64, [S, V]."""
     gradients: list[Tensor]
-    """For each table that is called, the gradients of each token's row, [S, D]."""
+    """For each lookup in a table, the gradient of each token's row, [S, D]."""
     is_random: bool
     """True if the model drew random numbers."""
 
 
 class _Probe(NamedTuple):
-    """A model without weights, and its runs on tokens."""
+    """Runs a model without weights on tokens, inside of `local_calls`."""
 
     model: nn.Module
     forward: Forward
@@ -486,14 +489,16 @@ class _Probe(NamedTuple):
     """The names of the modules that a forward calls."""
 
     def run(self, tokens: _Tokens) -> _Found:
-        """Run a forward, and the backward of a fixed combination of each token's logits."""
+        """Run a forward, and the backward of a weighted sum of all logits."""
+        # `is_random` below: the generator is no longer in this state after a draw.
         before = torch.default_generator.manual_seed(0).get_state()
         self.calls.looked_up.clear()
         logits, size = self.forward(self.model, tokens.ids, tokens.positions), len(tokens.rows)
         gradients = list[Tensor]()
         leaves = [x for x in self.calls.looked_up if _is_of_tokens(x, size)]
         if leaves and logits.requires_grad:
-            # A token has the same weights in each run, so its gradients must be the same.
+            # The weights depend on the token's index among all tokens, so a token has the same ones
+            # in each run, and its gradient must be the same.
             of_logits = torch.arange(logits.shape[-1], dtype=logits.dtype).cos_()
             weights = (tokens.rows + 1).to(logits.dtype).sin_().unsqueeze(-1) * of_logits
             found = torch.autograd.grad(logits, leaves, weights[None], allow_unused=True)
@@ -505,17 +510,17 @@ class _Probe(NamedTuple):
         return _Found(tokens.rows, logits.detach()[0].to(torch.float64), gradients, is_random)
 
     def run_mixed(self, number: int, num_tokens: int) -> tuple[_Tokens, Tensor, _Found]:
-        """Return `number` random tokens, an order, and the run in that order with one changed.
+        """Return random tokens, an order of them, and the results in that order with one changed.
 
-        Sets evaluation mode if the model draws random numbers. Raises ArithmeticError if logits are
-        NaN.
+        `number`: how many tokens; `num_tokens`: the number of token ids. Sets evaluation mode if
+        the model draws random numbers. Raises ArithmeticError if logits are NaN.
         """
         whole = _Tokens.all_of(num_tokens, number)
         order = torch.randperm(number, generator=torch.Generator().manual_seed(1))
         tokens = whole.changed(num_tokens).part(order)
         found = self.run(tokens)
         if found.is_random:
-            _put_in(self.model, training=False)
+            _set_mode(self.model, training=False)
             found = self.run(tokens)
         if found.logits.isnan().any():
             raise ArithmeticError("its logits are not numbers")
@@ -532,9 +537,10 @@ class _Probe(NamedTuple):
             ) from error
 
     def difference(self, whole: _Tokens, cases: dict[str, list[_Tokens]]) -> str:
-        """Return the message for a model whose results in one of the `cases` differ.
+        """Return the message for a model that mixes tokens, naming the module at fault.
 
-        `cases`: by name in `_SEEN`, the tokens of runs to compare with the run of `whole`.
+        `cases`: by name in `_SEEN`, the tokens of runs that are compared with the run of `whole`.
+        The first case with other results is reported, forwards before backwards.
         """
         expected = self.run(whole)
         found = [(name, x, self.run_part(x)) for name, several in cases.items() for x in several]
@@ -549,7 +555,10 @@ class _Probe(NamedTuple):
         return self._mixes("", _SEEN["changed"])
 
     def check_same_again(self, tokens: _Tokens, before: _Found) -> None:
-        """Raise ValueError, naming buffers, if `tokens` have other results than `before`."""
+        """Raise ValueError, naming buffers, if `tokens` have other logits than in the run `before`.
+
+        Such a model changes its own state in a forward.
+        """
         versions = {id(buffer): version_of(buffer) for buffer in self.model.buffers()}
         if not _differ(before, self.run(tokens)):
             return
@@ -563,7 +572,7 @@ class _Probe(NamedTuple):
         )
 
     def _mixes(self, place: str, seen: str) -> str:
-        """Return the message for a module `place` that mixes tokens; `seen`: how that shows."""
+        """Return the message for a module `place` that mixes tokens; `seen`: from `_SEEN`."""
         kind = type(self.model.get_submodule(place)).__name__
         backward = " in its backward pass" * (seen in _SEEN_IN_BACKWARD.values())
         return (
@@ -573,28 +582,29 @@ class _Probe(NamedTuple):
         )
 
     def _events(self, tokens: _Tokens, *, backward: bool) -> list[_Event]:
-        """Return what enters and leaves each module in a forward, or in the `backward` after it.
+        """Return what enters and leaves each module in a forward, or in the backward after it.
 
-        In order of the run. Gradients enter a module at its outputs, and leave it at its inputs.
+        Events are in order of the run. In backward, gradients enter a module at its outputs and
+        leave it at its inputs.
         """
         events: list[_Event] = []
         size = len(tokens.rows)
 
         def note(name: str, entered: bool, tensors: Any) -> Any:
             """Record an event with `tensors`; return these, as views with hooks for backward."""
-            event = _Event(entered != backward, name, [])
+            event = _Event(entered != backward, name, [])  # backward enters where forward leaves
             events.append(event)
             if not backward:
                 per_token = (_per_token(x, size) for x in tree_leaves(tensors))
                 event.tokens.extend(x for x in per_token if x is not None)
                 return tensors
 
-            def passed(x: Any) -> Any:
-                # A view, because the gradient of the tensor itself is a sum over all its readers.
+            def hooked(x: Any) -> Any:
+                # Hook into a view: the gradient of the tensor itself is the sum over all readers.
                 if not (isinstance(x, Tensor) and x.requires_grad and _is_of_tokens(x, size)):
                     return x
                 own, number = x.view_as(x), len(event.tokens)
-                event.tokens.append(torch.zeros(size, _SUMS, dtype=torch.float64))
+                event.tokens.append(torch.zeros(size, _SUMS, dtype=torch.float64))  # if none comes
 
                 def keep(gradient: Tensor) -> None:
                     if (kept := _per_token(gradient, size)) is not None:
@@ -603,7 +613,7 @@ class _Probe(NamedTuple):
                 own.register_hook(keep)
                 return own
 
-            return tree_map(passed, tensors)
+            return tree_map(hooked, tensors)
 
         def begins(name: str, _: nn.Module, args: Any, kwargs: Any) -> Any:
             return note(name, True, (args, kwargs))
@@ -622,16 +632,19 @@ class _Probe(NamedTuple):
 
 
 def _differ(expected: _Found, found: _Found) -> bool:
-    """Return whether a common token has other logits in two runs, except the changed token."""
+    """Return whether a token that two runs have in common has different logits in them.
+
+    The changed token is left out.
+    """
     other, own = _same_tokens(expected.rows, found.rows)
     was, now = expected.logits[other], found.logits[own]
     largest = was.masked_fill(was.isinf(), 0).abs().max()
-    apart = torch.where(was == now, 0, was - now).abs()  # of equal infinities, too
-    return not bool(apart.max() <= _LARGEST * largest)
+    apart = torch.where(was == now, 0, was - now).abs()  # 0 for equal infinities, not NaN
+    return not bool(apart.max() <= _LARGEST * largest)  # `not`: NaN counts as a difference
 
 
 def _gradients_differ(expected: _Found, found: _Found) -> bool:
-    """Return whether a common token has other gradients, relative to the largest of a token."""
+    """Return whether a token that two runs have in common has different gradients in them."""
     other, own = _same_tokens(expected.rows, found.rows)
     for was, now in zip(expected.gradients, found.gradients, strict=False):
         if was.shape[1] == now.shape[1] and was.shape[1]:
@@ -649,31 +662,36 @@ def _same_tokens(rows: Tensor, others: Tensor) -> tuple[Tensor, Tensor]:
     return places, of_others
 
 
-# -- what goes in and out of modules -----------------------------------------------------------
+# -- what enters and leaves modules ------------------------------------------------------------
 
 
 class _Event(NamedTuple):
     """The entry into a module, or the exit from it, with sums of its tensors or gradients."""
 
     entered: bool
+    """True for an entry, False for an exit."""
     name: str
+    """The name of the module."""
     tokens: list[Tensor]
     """For each tensor that enters or leaves, a few sums for each token, [S, `_SUMS`]."""
 
 
 _SUMS = 4
-"""The number of sums of a token's features: in a single one a small difference may cancel."""
+"""The number of weighted sums of a token's features: in a single sum differences may cancel."""
 
 
 def _is_of_tokens(x: Tensor, size: int) -> bool:
-    """Return whether a tensor is [1, S, ..] or [S, ..]."""
+    """Return whether x has a row for each of S = `size` tokens: [1, S, ..] or [S, ..]."""
     if x.is_complex() or not x.dim():
         return False
     return x.shape[:2] == (1, size) or x.shape[0] == size
 
 
 def _per_token(x: Any, size: int) -> Tensor | None:
-    """Return sums of features, [S, `_SUMS`], if a tensor is [1, S, ..] or [S, ..]; else None."""
+    """Return weighted sums of each token's features, [S, `_SUMS`].
+
+    Returns None unless x is a tensor with a row for each of S = `size` tokens.
+    """
     if not isinstance(x, Tensor) or not _is_of_tokens(x, size):
         return None
     features = x.detach().reshape(size, -1).to(torch.float64)
@@ -682,11 +700,11 @@ def _per_token(x: Any, size: int) -> Tensor | None:
 
 
 def _first_apart(events: list[list[_Event]], rows: Tensor) -> str:
-    """Return the innermost module whose own code first gives other values; empty: the model itself.
+    """Return the name of the module whose own code first gives other values in the second run.
 
-    If the first difference is in a module's output, it is that module; if it is in a module's
-    input, it is the module around it. The changed token does not count. `events`: those of a run of
-    all tokens, and those of a run of the tokens `rows`.
+    If the first difference is in a module's output, that module is returned; if it is in a module's
+    input, the module that calls it ("" is the model). The changed token does not count. `events`:
+    those of a run of all tokens, and those of a run of the tokens `rows`.
     """
     inside = [""]  # the modules that run, the innermost last
     same = rows != _CHANGED

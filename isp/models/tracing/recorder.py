@@ -1,4 +1,4 @@
-"""`CallRecorder`: records the calls of a model while it runs on meta tensors.
+"""`CallRecorder`: record the calls of a model while it runs on meta tensors.
 
 B batch, S sequence, H heads, d head size, D hidden size, N tokens, k experts of each token
 """
@@ -36,60 +36,62 @@ from isp.models.tracing.weight_reads import Reads
 __all__ = [
     "TOKENS",
     "CallRecorder",
-    "experts_passed",
+    "identity_experts",
     "list_entries",
     "list_of",
 ]
 
 TOKENS = 17
-"""The number of tokens in the row of a trace.
+"""The number of tokens in the row of a trace, on which no result of the trace depends.
 
-Nothing in a trace depends on it. A prime, which few models have as their number of heads, so that
-tensors of wrong layout are noticed."""
+A prime that is rarely a number of heads, so that a tensor [B, H, S, d] in place of [B, S, H, d] is
+noticed."""
 
 
 class CallRecorder:
-    """The calls of a model in one forward, recorded by hooks, modes and as its mixers.
+    """Records the calls of one forward, by module hooks, torch function modes and as the mixers.
 
-    It implements the `Mixers` protocol, with results of the right shape and without values.
+    As `Mixers` it gets the calls that mix tokens, and returns results of the right shape on meta.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
         self._calls: list[Call] = []
         self._results: dict[int, tuple[Tensor, int]] = {}
-        """By index of a call of attention, its result and the version of that when it was made."""
+        """By index of a call of attention, its result, and that tensor's version at the call."""
         self._block: str | None = None
         """The entry of a list of modules that runs now."""
         self._given: tuple[Tensor, int] | None = None
-        """The input of the last linear, and its version then."""
+        """The input of the last linear, and that tensor's version at the call."""
         self._num_given = 0
         """The number of different inputs of linears so far."""
         self._routed: tuple[int, Tensor, int] | None = None
-        """The index of the last call of experts, its tokens and their version then; None if another
-        module was called since."""
+        """The index of the last call of experts, its tokens and their version at the call; None if
+        another module was called since."""
         self._ahead: dict[str, int] = {}
-        """By running module that was called with the tokens of experts, the index of their call."""
+        """By running module that was called directly after experts with the same tokens, the index
+        of the experts' call."""
         self.entered = Counter[str]()
         """The number of calls of each entry of a list of modules, in order of the first calls."""
         self.called: dict[str, None] = {}
         """The modules that were called, in order of their first calls."""
         self._open: list[nn.Module] = []
-        """The modules that run, the innermost last."""
+        """The modules whose forward runs, the innermost last; the list of `Reads.open`."""
         self.mixing: set[nn.Module] = set()
-        """The modules in which tokens were mixed."""
+        """The modules during whose forward a mixer was called."""
         self.by_token: dict[str, list[TokenOutput]] = {}
         """By module that is called with one tensor [B, S, D], the form of the output of each call
-        whose output is per token."""
+        whose output has a row for each token."""
         self.linear_outputs = LinearOutputs()
         self.outputs: dict[str, BlockOutput] = {}
         """By block, the form of its output, if that contains a hidden state."""
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Tensor:
-        """Record a call of attention; return zeros [B, S, H, d] of the result's shape.
+        """Record a call of attention; return zeros in the result's shape [B, S, H, d].
 
         Raises ValueError if q, k or v do not have S as their second dim.
         """
+        # transformers has heads before tokens: a model that calls isp.attention may, too.
         if any(x.dim() != 4 or x.shape[1] != TOKENS for x in (q, k, v)):
             shapes = ", ".join(str(list(x.shape)) for x in (q, k, v))
             turned = q.dim() == 4 and q.shape[2] == TOKENS
@@ -106,6 +108,7 @@ class CallRecorder:
         logits = options.scale, options.softcap, options.sinks is not None
         sizes = AttentionSizes(heads, k.shape[2], size, v.shape[3], *reach, *logits)
         result = q.new_zeros(*q.shape[:3], v.shape[3])
+        # Kept until the end, to see whether the model writes into it, see `calls_in_blocks`.
         self._results[len(self._calls)] = result, version_of(result)
         self._calls.append(Call(Kind.ATTENTION, self._block or "", self._block, sizes))
         return result
@@ -127,23 +130,26 @@ class CallRecorder:
         return torch.zeros_like(x)
 
     def place(self) -> tuple[str | None, int]:
-        """Return the running entry of a list of modules, or None, and how many entries ran so far.
+        """Return where the forward is: the running entry of a list of modules, and a count.
 
-        Outside of entries, the number says which entry comes next.
+        The entry is None between entries. The count is how many different entries were called so
+        far, so it says between which entries the forward is.
         """
         return self._block, len(self.entered)
 
     def choose(self, indexer: Indexer) -> Tensor:
         """Return indices of keys, all 0, as many as an indexer chooses in a long document."""
         self.mixing.update(self._open)
+        # A document longer than any: with the tokens of the trace it would choose fewer keys.
         shape = *indexer.keys.shape[:2], indexer.num_choices, indexer.most(1 << 40)
         return indexer.keys.new_zeros(shape, dtype=torch.int32)
 
     @contextmanager
     def listening(self, reads: Reads) -> Iterator[None]:
-        """Record the calls of forwards in this context; `reads` notes reads of parameters."""
+        """Record the calls of forwards in this context, and let `reads` record parameter reads."""
+        # Which of these entries are blocks is known at the end only, see `calls_in_blocks`.
         blocks = {entry: name for name, entry in list_entries(self._model)}
-        self._open = reads.open
+        self._open = reads.open  # one list for both: `Reads` needs the running module, too
         with ExitStack() as stack:
             for name, module in self._model.named_modules():
                 begins = partial(self._begins, name, blocks.get(module))
@@ -152,11 +158,15 @@ class CallRecorder:
                 stack.callback(module.register_forward_hook(ends, with_kwargs=True).remove)
             stack.enter_context(reads)
             stack.enter_context(self.linear_outputs)
-            stack.enter_context(experts_passed(self._model))
+            stack.enter_context(identity_experts(self._model))
             yield
 
     def calls_in_blocks(self) -> Iterator[Call]:
-        """Yield the calls; those in lists of modules that mix no tokens belong to no block."""
+        """Yield the recorded calls in order.
+
+        Only entries of a list of modules in which some entry mixes tokens are blocks: calls in
+        other lists get no block.
+        """
         lists = {list_of(c.block) for c in self._calls if c.block and c.kind.mixes}
         for number, call in enumerate(self._calls):
             if number in self._results:
@@ -173,11 +183,12 @@ class CallRecorder:
         given: tuple[Any, ...],
         more: dict[str, Any],
     ) -> None:
-        """Record that a module is called, as a forward pre-hook with kwargs.
+        """Record that `module` is called; a forward pre-hook with kwargs.
 
-        `block`: its name if it is an entry of a list of modules, else None.
+        `block`: the module's name if it is an entry of a list of modules, else None.
         """
-        # The call directly after experts may be computed ahead of them, if it has the same tokens.
+        # A module called directly after experts may be computed before them, if it gets the same
+        # tokens and nothing wrote into these in between.
         routed, self._routed = self._routed, None
         if routed is not None and len(given) == 1 and not more and isinstance(given[0], Tensor):
             number, tokens, version = routed
@@ -198,7 +209,7 @@ class CallRecorder:
             weighs = route is not None and weights_among(tree_leaves((given, more)), given[1])
             width = 0 if route is None else given[0].shape[1]
             call = Call(Kind.EXPERTS, name, self._block, route=route, width=width)
-            self._calls.append(call._replace(weighs=bool(weighs)))
+            self._calls.append(call._replace(weighs=bool(weighs)))  # an index after 1, or None
             if route is not None:
                 self._routed = len(self._calls) - 1, given[0], version_of(given[0])
 
@@ -211,8 +222,9 @@ class CallRecorder:
         kwargs: dict[str, Any],
         output: Any,
     ) -> None:
-        """Record that a module has returned `output`, as a forward hook with kwargs."""
+        """Record that `module` has returned `output`; a forward hook with kwargs."""
         self._open.pop()
+        # `ComputedAhead` reshapes the output to the dims of the input, so both need the same rows.
         number = self._ahead.pop(name, None)
         if (
             number is not None
@@ -221,21 +233,23 @@ class CallRecorder:
         ):
             ahead = Ahead(name, args[0].dim())
             self._calls[number] = self._calls[number]._replace(ahead=ahead)
+        # A module runs in tiles only if x is all that it is called with.
         alone = len(args) == 1 and not kwargs and isinstance(args[0], Tensor) and args[0].dim() == 3
         if alone and (given := TokenOutput.of(output, (1, TOKENS))) is not None:
             self.by_token.setdefault(name, []).append(given)
         if is_linear(module):
-            self.linear_outputs.called(name, output)
+            self.linear_outputs.linear_returned(name, output)
         if block is not None:
             self._block = None
-            self.linear_outputs.passed(block, args, output)
+            self.linear_outputs.block_returned(block, args, output)
             if (form := BlockOutput.of(output, (1, TOKENS))) is not None:
                 self.outputs[block] = form
 
     def _number(self, given: tuple[Any, ...]) -> int:
-        """Return the number of a linear's input.
+        """Return a number for the arguments of a linear, for `Call.given`.
 
-        It is that of the linear before if both have the same tensor, not written into in between.
+        It is the number of the linear before if both are called with the same tensor, and nothing
+        wrote into the tensor in between.
         """
         now = (given[0], version_of(given[0])) if given else None
         last, self._given = self._given, now
@@ -245,17 +259,19 @@ class CallRecorder:
 
 
 def _read(*tensors: Tensor | None) -> None:
-    """Let `Reads` see tensors that only isp's own code would read, which a trace does not run."""
+    """Let `Reads` record that these tensors are read, by calling an operation on them.
+
+    They are arguments of mixers, which a trace replaces, so no operation would read them.
+    """
     for tensor in tensors:
         if tensor is not None:
             tensor.sum()  # any operation will do
 
 
 def _route(given: tuple[Any, ...]) -> int | None:
-    """Return the number of experts of each token, k.
+    """Return k, the number of experts of each token, from the arguments `given` of experts.
 
-    `given`: the arguments of experts, as in transformers: tokens [N, D], expert indices [N, k]. If
-    they are others, returns None.
+    Returns None unless they begin as in transformers: tokens [N, D], expert indices [N, k].
     """
     if len(given) < 2 or not all(isinstance(x, Tensor) and x.dim() == 2 for x in given[:2]):
         return None
@@ -270,10 +286,10 @@ _NUMBERS = (torch.int32, torch.int64)
 
 
 @contextmanager
-def experts_passed(model: nn.Module) -> Iterator[None]:
-    """Let experts return a copy of their tokens in this context.
+def identity_experts(model: nn.Module) -> Iterator[None]:
+    """Replace the forward of experts, in this context, by one that returns a copy of its tokens.
 
-    Their own code depends on values, which meta tensors do not have.
+    Their own code depends on the values of expert indices, which meta tensors do not have.
     """
     with ExitStack() as stack:
         for module in model.modules():
@@ -283,7 +299,10 @@ def experts_passed(model: nn.Module) -> Iterator[None]:
 
 
 def list_entries(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the entries of the outermost `nn.ModuleList`s, each once, by its first name."""
+    """Yield name and module of each entry of the outermost `nn.ModuleList`s.
+
+    An entry that is in several lists comes once, with its first name.
+    """
     outermost: list[str] = []
     seen: set[nn.Module] = set()
     for name, module in model.named_modules():

@@ -1,7 +1,7 @@
-"""`trace_model`: one forward on meta tensors, which shows a model's parts and their order.
+"""`trace_model`: run one forward on meta tensors, to record a model's calls in order.
 
 Nothing is found by name: a linear is an `nn.Linear` that is called, a block is an entry of an
-`nn.ModuleList` of which some entry calls attention or another mixer.
+`nn.ModuleList` in which some entry calls attention or another mixer.
 
 B batch, S sequence, V vocabulary
 """
@@ -52,7 +52,8 @@ __all__ = [
 
 
 AFTER_BLOCKS = ""
-"""The place after all blocks; other places have the name of the block they are in or before."""
+"""The place after all blocks. Any other place in a forward is named after the block that it is in,
+or else after the next block."""
 
 
 class ModelTrace(NamedTuple):
@@ -65,10 +66,11 @@ class ModelTrace(NamedTuple):
     """The number of elements of each parameter by name."""
 
     def parts(self) -> Iterator[tuple[str, tuple[Call, ...]]]:
-        """Yield each block by name with its calls, and each call outside of blocks by its module.
+        """Yield, in order of the forward, each block and each call outside of blocks.
 
-        In order of the forward.
+        A block comes with its name and its calls, a call outside of blocks with its module's name.
         """
+        # The calls of a block follow each other, because no block is called twice.
         for block, calls in groupby(self.calls, key=lambda call: call.block):
             if block is None:
                 yield from ((call.module, (call,)) for call in calls)
@@ -97,33 +99,38 @@ class ModelTrace(NamedTuple):
 
     multiplied_in: dict[str | None, int]
     """By block, and None for outside of blocks, the number of weight elements that a token is
-    multiplied by; of experts, those that it is routed to count."""
+    multiplied by. Only the experts that the token is routed to count."""
     outputs: dict[str, BlockOutput]
     """By block, the form of its output, if that contains a hidden state."""
     read_at: dict[str, set[str]]
-    """By parameter, the places where it is read; the code of experts does not run in a trace."""
+    """By parameter, the places where it is read, except by the code of experts, which a trace does
+    not run."""
     called: tuple[str, ...]
-    """The modules that are called, in order; others only hold parameters that others read."""
+    """The modules whose forward is called, in order of the first calls. A module that is not called
+    may hold parameters that the code of other modules reads."""
     unused: tuple[str, ...]
     """The parameters that get no gradient: a forward of tokens does not read them (a vision tower),
-    or reads them only to choose keys."""
+    or reads them only to choose keys for attention."""
     vocab_size: int
     """The number of logits of a token."""
     reads_positions: bool
     """True if the model reads the positions that it is given."""
     by_token: dict[str, TokenOutput]
-    """The form of the output of modules that can run in tiles: the outermost modules in blocks with
-    several linears, or experts, and without calls that mix tokens."""
+    """By module that can run in tiles of tokens, the form of its output. These are the outermost
+    modules in blocks that contain several linears, or experts, and no call that mixes tokens."""
     head: str | None
-    """The last linear, after all blocks, if the logits are made from its output alone."""
+    """The last linear, after all blocks, if the logits are made from its output alone; else
+    None."""
     changes_logits: bool
-    """True if the model does anything with the output of its last linear."""
+    """True if the model's code does anything with the output of its last linear, such as a soft
+    cap."""
     splits: dict[str, tuple[int, ...]]
     """By linear whose output the model's code splits, the sizes of the parts in features."""
 
     @property
     def called_at(self) -> dict[str, set[str]]:
-        """The places of linears and tables that are called outside of the blocks, by name."""
+        """The places where linears and tables are called outside of the blocks, by name."""
+        # From the end, so that `place` is the block after each call.
         found, place = dict[str, set[str]](), AFTER_BLOCKS
         for call in reversed(self.calls):
             if call.block is None:
@@ -145,15 +152,15 @@ class ModelTrace(NamedTuple):
 def check_supported(model: nn.Module) -> None:
     """Raise ValueError for a model that cannot be copied and sharded.
 
-    Refused are modules with a forward that is not their class's (in a copy it would still call the
-    original), compiled modules, scalar parameters, weights that hooks compute, parametrized tables
-    and DoRA.
+    Refuses modules whose forward is not their class's (in a copy of the model it would still run
+    the original module), compiled modules, scalar parameters, weights that hooks compute,
+    parametrized tables and DoRA.
     """
     for name, module in model.named_modules():
         if "forward" in vars(module):
             raise ValueError(
                 f"{name or 'the model'} ({type(module).__name__}) has a forward that is not its"
-                f" class's: it was parallelised before, or another library has wrapped it. Pass"
+                f" class's: it was parallelized before, or another library has wrapped it. Pass"
                 f" the original model"
             )
         _check_computed(name, module)
@@ -170,7 +177,7 @@ def check_supported(model: nn.Module) -> None:
 
 
 def _check_computed(name: str, module: nn.Module) -> None:
-    """Raise ValueError for a weight that is computed, so that no shard can take its place."""
+    """Raise ValueError if a weight of the module is computed, so that no shard can replace it."""
     parameters = {parameter for parameter, _ in module.named_parameters(recurse=False)}
     for local, value in vars(module).items():
         # Hooks of torch.nn.utils rename the parameter, and set an attribute under its old name.
@@ -191,7 +198,7 @@ def _check_computed(name: str, module: nn.Module) -> None:
 
 
 def check_not_compiled(modules: Iterable[tuple[str, nn.Module]]) -> None:
-    """Raise ValueError if one of a model's `modules`, with their names, was compiled in place."""
+    """Raise ValueError if one of a model's `modules` was compiled in place; each with its name."""
     for name, module in modules:
         if compiled_call(module) is not None:
             raise ValueError(
@@ -216,15 +223,16 @@ def trace_model(
     try:
         with recorder.listening(reads), mix_by(recorder), torch.no_grad():
             logits = forward(model, ids, positions)
-    except ValueError:
+    except ValueError:  # raised by isp's own code, which names the place
         raise
     except Exception as error:  # the model's own code may raise anything
+        # Modules whose forward did not return are still in the list.
         inside = reads.open[-1] if reads.open else None
         raise ValueError(_untraced(model, inside, error)) from error
     _check_logits(model, logits)
     every = tuple(recorder.calls_in_blocks())
-    # Linears and experts that stay whole on each rank need no gathering: their calls are not
-    # followed. FLOPs count all calls.
+    # Linears and experts that stay whole on each rank need no gathering, so their calls are left
+    # out of the trace. `_multiplied`, for FLOPs, counts all calls.
     cut = experts_cut(model, every, reads.foreign)
     whole = small_linears_read(model, reads.foreign)
     calls = tuple(
@@ -258,12 +266,16 @@ def trace_model(
 def _read_at(
     reads: Reads, entered: Sequence[str], blocks: Collection[str | None]
 ) -> dict[str, set[str]]:
-    """Return `ModelTrace.read_at`; `entered`: the entries of lists of modules, in order."""
+    """Return the places where each parameter is read, for `ModelTrace.read_at`.
+
+    `entered`: the entries of lists of modules in order of their calls; `blocks`: the entries among
+    them that are blocks.
+    """
 
     def place(inside: str | None, count: int) -> str:
-        """Return the block of a read, or else the next block after it.
+        """Return the block that a read is in, or else the next block.
 
-        `inside` and `count`: see `CallRecorder.place`.
+        `inside` and `count`: the result of `CallRecorder.place` at the read.
         """
         if inside in blocks and inside is not None:
             return inside
@@ -286,7 +298,7 @@ def _check_logits(model: nn.Module, logits: object) -> None:
 def _head(
     model: nn.Module, calls: tuple[Call, ...], outputs: LinearOutputs, logits: Tensor
 ) -> str | None:
-    """Return `ModelTrace.head`."""
+    """Return the linear from whose output alone `logits` are made, for `ModelTrace.head`."""
     last = calls[-1]
     blocks = tuple(call.block for call in calls if call.block is not None)
     if last.kind is not Kind.LINEAR or last.block is not None:
@@ -301,32 +313,36 @@ def _head(
 def _by_token(
     model: nn.Module, calls: tuple[Call, ...], recorder: CallRecorder
 ) -> dict[str, TokenOutput]:
-    """Return `ModelTrace.by_token`."""
+    """Return the modules that can run in tiles of tokens, for `ModelTrace.by_token`."""
     blocks = tuple({f"{call.block}." for call in calls if call.block is not None})
     found: dict[str, TokenOutput] = {}
-    for name in recorder.called:  # outer modules come first
+    for name in recorder.called:  # outer modules come first, so inner ones can be left out
         inside_another = name.startswith(tuple(f"{outer}." for outer in found))
         if not name.startswith(blocks) or inside_another:
             continue
         inside = [c for c in calls if c.module.startswith(f"{name}.")]
+        # A single linear is not worth tiles: its output has to exist as a whole anyway.
         several = len(inside) > 1 or any(c.kind is Kind.EXPERTS for c in inside)
         once = len({c.module for c in inside}) == len(inside)
         outputs = recorder.by_token.get(name, [])
-        alone = len(outputs) == 1 and model.get_submodule(name) not in recorder.mixing
-        if several and once and alone:
+        # Called once, with an output for each token that depends on no other token.
+        by_token = len(outputs) == 1 and model.get_submodule(name) not in recorder.mixing
+        if several and once and by_token:
             found[name] = outputs[0]
     return found
 
 
 def _with_ahead(calls: tuple[Call, ...]) -> Iterator[Call]:
-    """Yield the calls, without `ahead` for experts whose next module cannot be computed ahead.
+    """Yield the calls, and clear `ahead` of experts if that module cannot be computed ahead.
 
-    It can be if it contains only linears, which are called directly after the experts, each once.
+    A module can be computed ahead if it contains only linears, and these are the next calls after
+    the experts, and each is called once.
     """
     times = Counter(call.module for call in calls)
     for number, call in enumerate(calls, 1):
         if call.ahead is not None:
             inside = [c for c in calls if c.module.startswith(f"{call.ahead.module}.")]
+            # `number` counts from 1, so it is the index of the next call.
             follow = calls[number : number + len(inside)] == tuple(inside)
             linears = all(c.kind is Kind.LINEAR and c.block == call.block for c in inside)
             once = all(times[c.module] == 1 for c in (call, *inside))
@@ -338,16 +354,16 @@ def _with_ahead(calls: tuple[Call, ...]) -> Iterator[Call]:
 def _multiplied(
     model: nn.Module, calls: Iterable[Call], roles: dict[str, ParameterRole]
 ) -> dict[str | None, int]:
-    """Return `ModelTrace.multiplied_in`."""
+    """Return the weight elements that a token is multiplied by, for `ModelTrace.multiplied_in`."""
     total = Counter[str | None]()
     blocks = {call.block for call in calls if call.block is not None}
     for call in calls:
         for parameter in model.get_submodule(call.module).parameters(recurse=False):
             if call.kind is Kind.LINEAR and parameter.dim() == 2:
                 total[call.block] += parameter.numel()
-            if call.kind is Kind.EXPERTS and parameter.dim() == 3:  # [E, .., ..]: k of E
+            if call.kind is Kind.EXPERTS and parameter.dim() == 3:  # a stack: k of E experts
                 total[call.block] += parameter[: call.route].numel()
-    # Routers may be parameters of their own, multiplied by code that is no linear.
+    # Some routers are bare parameters that the model's code multiplies by, without an nn.Linear.
     for name in (name for name, role in roles.items() if role is ParameterRole.ROUTER):
         if not holds_experts(model.get_submodule(name.rpartition(".")[0])):
             block = next((block for block in blocks if name.startswith(f"{block}.")), None)
@@ -371,11 +387,13 @@ def _check_blocks(model: nn.Module, calls: Iterable[Call], entered: Counter[str]
                 f"{type(model).__name__} calls {call.kind} outside of an nn.ModuleList: put its"
                 f" blocks into one"
             )
+        # Attention pads values with zeros to the size of keys, but not keys to that of values.
         if call.sizes is not None and call.sizes.value_size > call.sizes.head_size:
             raise ValueError(
                 f"{call.block} uses attention with values of {call.sizes.value_size} features and"
                 f" keys of {call.sizes.head_size}: values larger than keys are not supported"
             )
+    # Also entries that mix no tokens themselves are blocks, if another entry of their list does.
     lists = {list_of(call.block) for call in mixing if call.block}
     for name, entry in list_entries(model):
         if list_of(name) in lists and entered[name] > 1:
@@ -389,6 +407,7 @@ _HOW = (
     "a layer must call transformers' attention interface, isp.attention, isp.causal_conv1d,"
     " isp.gated_delta_rule or isp.state_space_scan"
 )
+"""The advice in the error for a model in which no call mixes tokens."""
 
 
 # -- why a model could not be traced ---------------------------------------------------------
@@ -398,7 +417,10 @@ _OUTSIDE = Path(torch.__file__).parent, Path(__file__).parents[2]
 
 
 def _untraced(model: nn.Module, inside: nn.Module | None, error: Exception) -> str:
-    """Return the message for an `error` of a model's code in the forward of the module `inside`."""
+    """Return the message for an `error` that a model's code raised in the trace.
+
+    `inside`: the innermost module whose forward ran; None: unknown.
+    """
     names = {id(module): name for name, module in model.named_modules()}
     place = type(model).__name__
     if inside is not None and names.get(id(inside)):
@@ -414,7 +436,7 @@ def _untraced(model: nn.Module, inside: nn.Module | None, error: Exception) -> s
 
 
 def _cause(error: Exception, line: str) -> str:
-    """Return the likely cause of an error, given the model's `line` that raised it."""
+    """Return the likely cause of an error in words, given the `line` of code that raised it."""
     if "NoneType" in str(error) and "mask" in line:
         return (
             "it reads an attention mask, but isp passes none: attention that chooses keys for"

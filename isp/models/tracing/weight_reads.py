@@ -1,4 +1,4 @@
-"""Detection of code that reads weights directly: isp gathers them for linears and lookups only."""
+"""Detect code that reads weights directly: isp gathers weights only for linears and lookups."""
 
 from __future__ import annotations
 
@@ -27,16 +27,20 @@ __all__ = [
 ]
 
 _SIZES = {"shape", "size", "numel", "nelement", "__len__"}
-"""Names of operations that read a tensor's size, which is another one for a rank's part of it."""
+"""Names of operations that return a tensor's size, which differs for a rank's part of it."""
 
 
 class Reads(TorchFunctionMode):
-    """A mode that notes which parameters are read, where, and which in a way isp does not know."""
+    """A torch function mode that records which parameters are read, where, and by what.
+
+    Records separately the parameters that are read other than by the linear, the lookup or the
+    module that owns them.
+    """
 
     def __init__(
         self, model: nn.Module, positions: Tensor, place: Callable[[], tuple[str | None, int]]
     ) -> None:
-        """`positions`: those given to the model; `place`: see `CallRecorder.place`."""
+        """`positions`: the tensor that the model is called with; `place`: `CallRecorder.place`."""
         super().__init__()
         self._place = place
         self._names = {id(p): name for name, p in model.named_parameters()}
@@ -44,7 +48,8 @@ class Reads(TorchFunctionMode):
         self.open: list[nn.Module] = []
         """The modules whose forward runs, the innermost last."""
         self.foreign: dict[str, str] = {}
-        """By name of a parameter that is read in another way, the operation that reads it."""
+        """By name of a parameter that is read outside of its own module, or in a linear or table
+        other than by its product or lookup: the operation that reads it."""
         self.places: dict[str, set[tuple[str | None, int]]] = {}
         """By name of a parameter that is read, the places where it is read."""
         self.reads_positions = False
@@ -55,9 +60,11 @@ class Reads(TorchFunctionMode):
     ) -> Any:
         out, name = func(*args, **(kwargs or {})), name_of(func)
         makes_tensor = bool(tensors_in(out))
-        if not makes_tensor and name not in _SIZES:  # dtype or device, the same for a part
+        # An attribute such as dtype or device is the same for a rank's part: no read.
+        if not makes_tensor and name not in _SIZES:
             return out
         for leaf in tensors_in(args, kwargs):
+            # The tensor itself: whatever the model computes from it begins with such an operation.
             if leaf is self._positions:
                 self.reads_positions |= makes_tensor
             known = self._names.get(id(leaf))
@@ -68,29 +75,31 @@ class Reads(TorchFunctionMode):
         return out
 
     def _expected(self, parameter: Tensor, func: Any, args: Any, kwargs: Any) -> bool:
-        """Return whether a parameter belongs to the running module and is read as isp knows."""
+        """Return whether the running module reads its own parameter in a way that isp supports."""
         inside = self.open[-1] if self.open else None
         if inside is None or all(parameter is not own for own in inside.parameters(recurse=False)):
             return False
         if isinstance(inside, nn.Embedding):
             return looked_up(inside, func, args, kwargs) is not None
+        # addmm is the product of a Conv1D. Any other module may read its own parameters.
         return not is_linear(inside) or func in (F.linear, torch.addmm)
 
 
 def name_of(func: Any) -> str:
-    """Return the name of an operation, or of the attribute that is read."""
+    """Return the name of an operation of torch, or of the attribute that it reads."""
+    # Reading an attribute, as x.shape, calls the `__get__` of a descriptor.
     name = getattr(func, "__name__", str(func))
     return str(func.__self__.__name__ if name == "__get__" else name)
 
 
 _SMALL = 1 << 20
-"""The largest linear, in elements, that is whole on each rank if other code reads its weight."""
+"""The most elements of a linear that is kept whole on each rank if other code reads its weight."""
 
 
 def small_linears_read(model: nn.Module, reads: dict[str, str]) -> set[str]:
     """Return the names of small linears whose weights other code reads.
 
-    They are kept whole on each rank instead of being refused.
+    They are kept whole on each rank; larger ones are refused. `reads`: see `Reads.foreign`.
     """
     owners = {name.rpartition(".")[0] for name in reads if name.endswith(".weight")}
     linears = ((name, model.get_submodule(name)) for name in owners)
@@ -118,7 +127,7 @@ def check_reads(model: nn.Module, reads: dict[str, str], roles: dict[str, Parame
 
 
 def _check_options(name: str, table: nn.Module) -> None:
-    """Raise ValueError for an `nn.Embedding` with an option that a rank's part cannot have."""
+    """Raise ValueError for an `nn.Embedding` with an option that needs the whole table or batch."""
     for option, (usual, why) in _OPTIONS.items():
         if isinstance(table, nn.Embedding) and (given := getattr(table, option)) != usual:
             raise ValueError(
@@ -137,10 +146,11 @@ _OPTIONS = {
 
 
 def unused(model: nn.Module, called: Iterable[str], read: Iterable[str]) -> tuple[str, ...]:
-    """Return the parameters of modules that are not `called`, unless other code has `read` them.
+    """Return the names of parameters that get no gradient, in the model's order.
 
-    The code of experts does not run in a trace, so all of their parameters count as read. Those of
-    indexers count as unused, because choosing keys has no gradient.
+    These are the parameters of modules that are not `called`, unless other code has `read` them,
+    and all parameters of indexers, because choosing keys has no gradient. The code of experts does
+    not run in a trace, so all of their parameters count as read.
     """
     modules = [model.get_submodule(name) for name in called]
     used = {p for module in modules for p in module.parameters(recurse=holds_experts(module))}
@@ -153,10 +163,10 @@ def unused(model: nn.Module, called: Iterable[str], read: Iterable[str]) -> tupl
 
 
 def experts_cut(model: nn.Module, calls: Iterable[Call], reads: Iterable[str]) -> set[str]:
-    """Return the modules with experts that may be cut, because all uses of their weights are known.
+    """Return the modules with experts whose stacks can be cut over ranks.
 
-    They are called as in transformers, with tokens and expert indices, and only in blocks; no other
-    code reads their parameters, and no module that stays whole shares them.
+    Such a module is called only in blocks and as in transformers, with tokens and expert indices;
+    no other code reads its parameters, and it shares none with a module that stays whole.
     """
     experts = [call for call in calls if call.kind is Kind.EXPERTS]
     others = {call.module for call in experts if call.block is None or call.route is None}
@@ -166,7 +176,7 @@ def experts_cut(model: nn.Module, calls: Iterable[Call], reads: Iterable[str]) -
     # A module that shares a parameter with a whole one must be whole, too, and so on.
     while True:
         whole = (parameters for name, parameters in own.items() if name not in cut)
-        held = set[int]().union(*whole)
+        held = set[int]().union(*whole)  # parameters of modules that stay whole
         left = {name for name in cut if not own[name] & held}
         if left == cut:
             return cut
@@ -186,9 +196,9 @@ def looked_up(
     """
     if func is F.embedding:
         given = _EMBEDDING.bind(*args, **(kwargs or {})).arguments
-        alike = given.get("padding_idx") == table.padding_idx and given.get("max_norm") is None
-        plain = not given.get("scale_grad_by_freq") and not given.get("sparse")
-        ids = given["input"] if given["weight"] is table.weight and alike and plain else None
+        usual = given.get("padding_idx") == table.padding_idx and given.get("max_norm") is None
+        usual = usual and not given.get("scale_grad_by_freq") and not given.get("sparse")
+        ids = given["input"] if given["weight"] is table.weight and usual else None
     elif func is Tensor.__getitem__ and args[0] is table.weight and table.padding_idx is None:
         ids = args[1]
     else:

@@ -204,9 +204,9 @@ def as_saved(
     weights: CheckpointWeights, folder: str, dtype: str, overrides: Mapping[str, Any] | None
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield a run's weights as transformers saves those of the model in `folder`."""
-    from isp.models.loading import saved_again
+    from isp.models.loading import exported_tensors
 
-    return saved_again(
+    return exported_tensors(
         folder, weights.shapes, lambda name: _in_dtype(weights.read(name), dtype), overrides
     )
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import isp
 from isp.config import JobConfig
-from isp.models.huggingface.expert_adapters import hand_on_factors
+from isp.models.huggingface.expert_adapters import pass_factors
 from isp.models.huggingface.interface import interface_of
 from tests.models.models import (
     TOLERANCE,
@@ -172,7 +172,7 @@ def test_weights_beside_adapters_have_the_names_of_peft() -> None:
 def test_adapters_of_experts_add_what_they_add_in_peft() -> None:
     """Catches adapters that are added where they are turned off, or twice where they are merged."""
     models = _of_experts(), _of_experts()
-    hand_on_factors(models[1])
+    pass_factors(models[1])
     ids, found = EXPERT_DATA[0].input_ids, list[list[Tensor]]()
     with torch.no_grad():
         for model in models:

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from isp.core.mesh import Axis
 from isp.core.mesh.layout import ParameterLayout
-from isp.models.huggingface.dequantization import DequantisedFiles
-from isp.models.loading import saved_again
+from isp.models.huggingface.dequantization import DequantizedFiles
+from isp.models.loading import exported_tensors
 from tests.models.folders import write_folder
 from tests.models.test_loading import parts_of, state, whole
 from tests.ranks import run_ranks
@@ -84,7 +84,7 @@ def test_ranks_read_what_transformers_dequantises(tmp_path: Path, kind: str) -> 
         # Before transformers 5.23 MXFP4 becomes bfloat16, which holds each number exactly.
         torch.testing.assert_close(found[name], tensor, rtol=0, atol=0, check_dtype=False)
     shapes = {name: tuple(tensor.shape) for name, tensor in found.items()}
-    assert dict(saved_again(str(folder), shapes, found.__getitem__)).keys() == before
+    assert dict(exported_tensors(str(folder), shapes, found.__getitem__)).keys() == before
 
 
 @pytest.mark.parametrize("dim", [0, 1])
@@ -93,7 +93,7 @@ def test_blocks_that_end_early_are_read_by_slices(tmp_path: Path, dim: int) -> N
     weight = torch.randn(40, 28)
     parts = {f"w{end}": part for end, part in _in_fp8(weight, [16, 8]).items()}
     save_file(parts, tmp_path / "model.safetensors")
-    files = DequantisedFiles(tmp_path, {"weight_block_size": [16, 8]}, torch.float32)
+    files = DequantizedFiles(tmp_path, {"weight_block_size": [16, 8]}, torch.float32)
     assert files.names == {"w"}
     every = torch.empty(40, 28)
     for i, row in enumerate(parts["w_scale_inv"]):

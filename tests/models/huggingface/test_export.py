@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from isp.checkpoint.state import CheckpointWeights
 from isp.cli import main
 from isp.models.huggingface.tiny import tiny_config
-from isp.models.loading import saved_again
+from isp.models.loading import exported_tensors
 from tests.models.folders import load_folder, write_folder, write_job
 from tests.train.jobs import run_folders, run_forked
 from tools.architectures import config_of
@@ -27,7 +27,7 @@ def test_names_and_pieces_are_those_of_save_pretrained(tmp_path: Path, kind: str
     model.save_pretrained(tmp_path)
     weights = dict(model.named_parameters())
     shapes = {name: tuple(weight.shape) for name, weight in weights.items()}
-    found = dict(saved_again(str(tmp_path), shapes, lambda name: weights[name].detach()))
+    found = dict(exported_tensors(str(tmp_path), shapes, lambda name: weights[name].detach()))
     expected = load_file(tmp_path / "model.safetensors")
     assert found.keys() == expected.keys()
     for name, tensor in expected.items():

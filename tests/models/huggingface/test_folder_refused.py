@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from isp.cli import main
 from isp.config import ConfigError, JobConfig, load_config, to_yaml
-from isp.models.huggingface.make import folder_config, made
+from isp.models.huggingface.make import folder_config, new_model
 from isp.step.job_models import check_models, trained_model
 from isp.train.data import check_data
 from tests.config.test_job import faults_of
@@ -70,9 +70,9 @@ def test_sizes_come_from_the_folder_and_are_printed(folder: Path, of_decoder: bo
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--model.hidden_size=64"], "--model.hidden_size: model.hidden_size=64 is given beside"),
-        (["--model.preset=tiny"], 'model.preset="tiny" is given beside model.hf='),
-        (["--model.init_std=0.1"], "model.init_std=0.1 is given beside model.hf="),
+        (["--model.hidden_size=64"], "--model.hidden_size: model.hidden_size=64 contradicts"),
+        (["--model.preset=tiny"], 'model.preset="tiny" contradicts model.hf='),
+        (["--model.init_std=0.1"], "model.init_std=0.1 contradicts model.hf="),
         (["--model.checkpoint_mlp_activation"], "set both, or none"),
         (
             ["--parallel.tensor.size=5"],
@@ -157,10 +157,10 @@ def test_damaged_and_foreign_files_are_named(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, torch.float8_e4m3fn])
-def test_weights_of_a_quantised_dtype_are_refused(folder: Path, dtype: torch.dtype) -> None:
+def test_weights_of_a_quantized_dtype_are_refused(folder: Path, dtype: torch.dtype) -> None:
     """Catches whole numbers, whose scales are elsewhere or nowhere, that train as weights."""
     change_weights(folder, model__norm__weight=torch.ones(32).to(dtype))
-    with pytest.raises(ValueError, match=r"model\.norm\.weight in .* as quantised weights do"):
+    with pytest.raises(ValueError, match=r"model\.norm\.weight in .* as quantized weights do"):
         _ = trained_model(config_of(folder))
 
 
@@ -231,7 +231,7 @@ def test_a_folder_does_not_choose_the_code_that_computes(
     change(folder, **changes)
     assert trained_model(config_of(folder)).num_parameters > 0
     # transformers' own choices: one of a package would be used by a model without the interface.
-    whole = made(folder_config(folder))
+    whole = new_model(folder_config(folder))
     for config in (whole.config, whole.config.get_text_config(decoder=True)):
         assert config._attn_implementation in ("sdpa", "eager")
         assert config._experts_implementation in ("grouped_mm", "eager", None)

@@ -322,7 +322,7 @@ def test_a_text_model_whose_keys_are_at_the_top(tmp_path: Path) -> None:
     assert _plain(after.rope_parameters) == _plain(before.rope_parameters)
     assert (after.rms_norm_eps, after.rope_parameters["rope_theta"]) == (1e-3, 7e5)
     of_parts = _described(tmp_path / "parts", model_type="gemma3")
-    with pytest.raises(OverrideError, match="tie_word_embeddings is of the whole model"):
+    with pytest.raises(OverrideError, match="tie_word_embeddings is a key of the whole model"):
         overridden_config(of_parts, {"tie_word_embeddings": False})
 
 

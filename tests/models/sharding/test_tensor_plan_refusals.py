@@ -181,7 +181,7 @@ def test_a_check_that_passed_is_not_taken_for_that_of_other_arguments() -> None:
     model.model.layers[1].mlp.__class__ = _Long
     config, whole = job(2, mode=Mode.MTP), TracedModel(model)
     whole.check_layout(config.parallel, 16)
-    tiled = whole.computed(recomputation=Recomputation(mlp_tile_tokens=1))
+    tiled = whole.with_options(recomputation=Recomputation(mlp_tile_tokens=1))
     with pytest.raises(ValueError, match="a tile is too short"):
         tiled.check_layout(config.parallel, 16)
     whole.check_layout(config.parallel, 16)
@@ -190,7 +190,7 @@ def test_a_check_that_passed_is_not_taken_for_that_of_other_arguments() -> None:
     cut, other = TracedModel(Plain()), TracedModel(UsesFirst())
     cut.check_layout(stages, 16)
     with pytest.raises(ValueError, match="use more from earlier blocks"):
-        cut.computed(shape=other.shape, trace=other.trace).check_layout(stages, 16)
+        cut.with_options(shape=other.shape, trace=other.trace).check_layout(stages, 16)
 
 
 class _Between(nn.Module):

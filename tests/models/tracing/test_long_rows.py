@@ -42,7 +42,7 @@ def test_code_that_begins_at_some_length_is_found(name: str) -> None:
     mix, said = LONG[name]
     traced = TracedModel(followed_by(mix))
     traced.check_length(ParallelConfig(), 90)
-    message = rf"^{PLACE} computes otherwise in a row of 256 tokens: .*\(test_\w+\.py:"
+    message = rf"^{PLACE} computes something else in a row of 256 tokens: .*\(test_\w+\.py:"
     with pytest.raises(ValueError, match=message) as raised:
         traced.check_length(ParallelConfig(tensor=TensorConfig(size=4)), 256)
     assert said in str(raised.value)
@@ -54,7 +54,7 @@ def test_a_loop_is_refused_at_its_first_long_row() -> None:
     run = isp.parallelize(model, job())
     run.loss(torch.ones(1, 64, dtype=torch.int64))
     before = torch.get_rng_state()
-    with pytest.raises(ValueError, match=r"computes otherwise in a row of 128 tokens"):
+    with pytest.raises(ValueError, match=r"computes something else in a row of 128 tokens"):
         run.loss(torch.ones(1, 128, dtype=torch.int64))
     assert torch.equal(torch.get_rng_state(), before)
     run.train_step.drain()

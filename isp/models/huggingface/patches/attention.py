@@ -1,6 +1,7 @@
-"""Replacements, with `isp.attention`, for transformers modules that compute attention themselves.
+"""Functions that replace the code of transformers modules with attention of their own.
 
-Each replaces a module's forward, or its method that takes queries, keys and values.
+They call `isp.attention`. Each replaces a module's forward, or its method `_attn`, which takes
+queries, keys and values.
 
 B batch, S' tokens of this rank, D hidden size, H heads, K KV heads, d head size
 """
@@ -22,13 +23,15 @@ from isp.models.positions import current_positions
 __all__ = ["ALIBI_FEATURES", "OWN_FORWARDS", "OWN_METHODS", "check_dropout"]
 
 _Attended = tuple[Tensor, None]
+"""The output of attention, and None for the weights, as transformers returns them."""
 
 ALIBI_FEATURES = 8
-"""Features that ALiBi adds to a head: two are used, but fused kernels need multiples of eight."""
+"""The number of features that ALiBi adds to a head: two are used, but fused kernels need multiples
+of eight."""
 
 
 def check_dropout(module: nn.Module, dropout: float) -> None:
-    """Raise ValueError if the module is in training and applies attention dropout."""
+    """Raise ValueError if the module is in training mode and its attention `dropout` is not 0."""
     if dropout and module.training:
         raise ValueError(
             f"{type(module).__name__} uses attention dropout {dropout}, which isp does not"
@@ -39,7 +42,7 @@ def check_dropout(module: nn.Module, dropout: float) -> None:
 def _split_heads(
     module: Any, query: Tensor, key: Tensor, value: Tensor, *_: Any, **options: Any
 ) -> _Attended:
-    """Compute attention of q, k and v [B, H, S', d] -> [B, H, S', d], and no weights.
+    """Compute attention in place of `_attn`: q, k and v [B, H, S', d] -> [B, H, S', d].
 
     `options`: further arguments of `isp.attention`.
     """
@@ -50,7 +53,7 @@ def _split_heads(
 
 
 def _check_own_dropout(module: Any) -> None:
-    """Call `check_dropout` with the module's dropout, which has one of several names."""
+    """Call `check_dropout` with the module's own dropout, an attribute with one of four names."""
     names = ("attn_dropout", "attention_dropout", "attn_dropout_p", "dropout")
     found = next(getattr(module, name) for name in names if hasattr(module, name))
     check_dropout(module, float(found.p if isinstance(found, nn.Dropout) else found))
@@ -71,7 +74,7 @@ def _openai_gpt(module: Any, query: Tensor, key: Tensor, value: Tensor, *_: Any)
 def _bart(
     module: Any, hidden_states: Tensor, *_: Any, attn_prompt: Any = None, **__: Any
 ) -> _Attended:
-    """Compute BART's self-attention, [B, S', D] -> [B, S', D], and that of its relatives."""
+    """Compute self-attention of BART and models like it, [B, S', D] -> [B, S', D]."""
     _check_own_dropout(module)
     if attn_prompt is not None:
         raise ValueError(
@@ -90,10 +93,10 @@ def _bert(
     *_: Any,
     **__: Any,
 ) -> _Attended:
-    """Compute BERT's self-attention, [B, S', D] -> [B, S', D], and that of its relatives.
+    """Compute self-attention of BERT and models like it, [B, S', D] -> [B, S', D].
 
-    `sinusoidal_pos`: RoFormer's angles [1, 1, B, S', d]. Other models have a state as the third
-    argument, which is None here.
+    `sinusoidal_pos`: RoFormer's angles [1, 1, B, S', d]. In other models the third argument is a
+    state, which is None here.
     """
     _check_own_dropout(module)
     split = (-1, module.attention_head_size)
@@ -110,13 +113,14 @@ def _bert(
 def _with_alibi(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, scale: float) -> Tensor:
     """Compute attention with `bias` [B, S', H] by key and head added to its logits: [B, S', H, d].
 
-    ALiBi's bias by distance equals a bias by the key's position up to a constant per query, which
-    softmax ignores. The bias is added as the product of further features: ones in q and the bias in
-    k, as a sum of two features in the dtype of k, so that it keeps 16 bits in bfloat16.
+    ALiBi's bias by distance equals a bias by the key's position plus a constant per query, which
+    softmax ignores. So fused kernels can add it, as the product of further features: ones in q, the
+    bias in k. The bias is split into two features in the dtype of k, so that it keeps 16 bits in
+    bfloat16.
     """
     group = q.shape[2] // k.shape[2]  # query heads that share a KV head have different slopes
     k, v = (x.repeat_interleave(group, 2) for x in (k, v))
-    # Divided by the scale, since attention multiplies the whole product by it.
+    # Attention multiplies the whole product by the scale: divide the bias by it.
     wide = bias.to(torch.promote_types(k.dtype, torch.float32)) / scale
     high = wide.to(k.dtype)
     low = (wide - high).to(k.dtype)  # the rounding error of `high`
@@ -127,7 +131,10 @@ def _with_alibi(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, scale: float) -> 
 
 
 def _slopes(build: Callable[..., Tensor], heads: int, like: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return ALiBi's slope of each head, [H]: the bias at position 1 by transformers' `build`."""
+    """Return ALiBi's slope of each head, [H]: transformers' bias for a key at position 1.
+
+    `build`: transformers' function that makes the bias; `like`: a tensor on the device to use.
+    """
     two = torch.ones(1, 2, dtype=torch.int64, device=like.device)
     return build(two, heads, dtype)[:, 0, 1]
 
@@ -159,7 +166,7 @@ def _mpt(
 
 
 def _mpt_model(module: Any, *args: Any, **kwargs: Any) -> Any:
-    """Run MPT's own forward with a dummy mask: it would make and read one of S' x S'."""
+    """Run MPT's own forward with a dummy mask; without one, it would make a mask of S' x S'."""
     unread = torch.zeros(1, 1, 1, 1, device=current_positions().device)
     return type(module).forward(module, *args, **{**kwargs, "attention_mask": unread})
 
@@ -177,7 +184,7 @@ def _falcon(
 
     _check_own_dropout(module)
     fused = module.query_key_value(hidden_states)
-    # A KV head's G query heads, its key and its value are adjacent: [B, S', K, G + 2, d]
+    # For each KV head: its G query heads, then its key, then its value, [B, S', K, G + 2, d].
     heads = fused.unflatten(-1, (module.num_kv_heads, -1, module.head_dim))
     q, k, v = heads[..., :-2, :].flatten(2, 3), heads[..., -2, :], heads[..., -1, :]
     if alibi is None:
@@ -200,7 +207,7 @@ def _inkling(module: Any, hidden_states: Tensor, *_: Any, **__: Any) -> _Attende
     k = module.k_norm(module.k_sconv(k).unflatten(-1, split))
     v, states = module.v_sconv(v).unflatten(-1, split), states.unflatten(-1, (module.num_heads, -1))
     if not module.is_sliding:
-        q, states = _scaled_by_place(module.config, q, states)
+        q, states = _scaled_by_position(module.config, q, states)
     relative = Relative(states, module.rel_logits_proj.proj)
     return module.o_proj(_attend_relative(module, q, k, v, relative).flatten(2)), None
 
@@ -212,9 +219,9 @@ def _inkling2(
     value_hidden_states: Tensor | None = None,
     **_: Any,
 ) -> _Attended:
-    """Compute Inkling 2's attention: `_inkling` with a sink for each query.
+    """Compute Inkling 2's attention: as `_inkling`, with a sink for each query.
 
-    In a full layer, keys and values are computed from the given other hidden states.
+    In a full layer, keys and values are computed from other hidden states than the queries.
     """
     of_keys = hidden_states if key_hidden_states is None else key_hidden_states
     of_values = hidden_states if value_hidden_states is None else value_hidden_states
@@ -236,7 +243,7 @@ def _inkling2_before_5_24(
     linears = module.q_proj, module.r_proj, module.gate_proj, module.sink_proj
     q, states, gate, sinks = (linear(hidden_states) for linear in linears)
     k, v = module.k_proj(of_keys), module.v_proj(of_values)
-    if module.is_sliding:  # its taps are the same for all tokens
+    if module.is_sliding:  # the convolution's taps are the same for all tokens
         k, v = module.k_sconv(k), module.v_sconv(v)
     else:
         k, v = module.k_sconv(k, of_keys), module.v_sconv(v, of_values)
@@ -245,7 +252,7 @@ def _inkling2_before_5_24(
     v = module.v_norm(v.unflatten(-1, split).float()).to(v.dtype)
     states = module.rel_l2_clip(states.unflatten(-1, (module.num_heads, -1)))
     if not module.is_sliding:
-        q, states = _scaled_by_place(module.config, q, states)
+        q, states = _scaled_by_position(module.config, q, states)
     relative = Relative(states, module.rel_logits_proj.proj, sinks)
     out = _attend_relative(module, q, k, v, relative).flatten(2)
     return module.o_proj((out.float() * gate.float().sigmoid()).to(out.dtype)), None
@@ -254,10 +261,10 @@ def _inkling2_before_5_24(
 def _inkling2_residual(
     module: Any, block_states: Tensor, partial_block_states: Tensor
 ) -> tuple[Tensor, ...]:
-    """Attend from each token to its own states in earlier blocks; tokens are not mixed.
+    """Attend from each token to its own states in earlier blocks, without mixing tokens.
 
-    Since transformers 5.24 the module calls the attention interface, which isp replaces by
-    attention between tokens: so it is computed here.
+    Since transformers 5.24 the module calls the attention interface for this. isp would take that
+    call for attention between tokens, so the forward is replaced.
     """
     states = torch.cat([block_states, partial_block_states.unsqueeze(-2)], -2).float()
     states = module.norm(states)  # [B, S', N, D], of N states
@@ -268,26 +275,26 @@ def _inkling2_residual(
 
 
 def _attend_relative(module: Any, q: Tensor, k: Tensor, v: Tensor, relative: Relative) -> Tensor:
-    """Compute attention with a bias by distance and the module's window and scale."""
+    """Compute attention with the bias `relative` by distance, the module's window and scale."""
     check_dropout(module, module.attention_dropout)
     return attention(q, k, v, window=module.sliding_window, scale=module.scaling, relative=relative)
 
 
-def _scaled_by_place(config: Any, q: Tensor, states: Tensor) -> tuple[Tensor, Tensor]:
-    """Return q and states, both [B, S', H, ..], times a factor that grows with the position."""
+def _scaled_by_position(config: Any, q: Tensor, states: Tensor) -> tuple[Tensor, Tensor]:
+    """Return q and states [B, S', H, ..], multiplied by a factor that grows with the position."""
     if config.log_scaling_n_floor is None:
         return q, states
-    places = (current_positions() + 1).float() / config.log_scaling_n_floor
-    tau = 1.0 + config.log_scaling_alpha * places.clamp(min=1.0).log()[..., None, None]
+    lengths = (current_positions() + 1).float() / config.log_scaling_n_floor
+    tau = 1.0 + config.log_scaling_alpha * lengths.clamp(min=1.0).log()[..., None, None]
     return (q.float() * tau).to(q.dtype), (states.float() * tau).to(states.dtype)
 
 
 def _dynamic_convolution(
     module: Any, hidden_states: Tensor, dynamic_input: Tensor, *_: Any, **__: Any
 ) -> Tensor:
-    """Compute Inkling 2's convolution, [B, S', D] -> [B, S', D], with taps for each token.
+    """Compute Inkling 2's convolution, [B, S', D] -> [B, S', D]; each token has its own taps.
 
-    Tap i is multiplied by the token i before.
+    Tap i is multiplied with the token i places before.
     """
     num_taps, x = module.conv_kernel_size, hidden_states.float()  # as transformers, in float32
     heads = (module.num_heads, -1)
@@ -300,7 +307,7 @@ def _dynamic_convolution(
 
 
 class _InFloat32:
-    """A view of a module whose parameters read as float32, the dtype transformers keeps them in."""
+    """A stand-in for a module whose parameters are read in float32, as transformers keeps them."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
@@ -316,7 +323,10 @@ def _in_float32(module: Any, *args: Any) -> Any:
 
 
 def _gemma4(module: Any, input_ids: Tensor, position_ids: Tensor, **_: Any) -> Any:
-    """Run Gemma 4 on text only; its own forward reads a row of the embedding's sharded weight."""
+    """Run Gemma 4 on text only, in place of its forward.
+
+    Its own forward reads a row of the embedding's weight, which is sharded.
+    """
     from transformers.models.gemma4.modeling_gemma4 import Gemma4ModelOutputWithPast
 
     text, config = module.language_model, module.config.get_text_config()
@@ -331,7 +341,7 @@ def _gemma4(module: Any, input_ids: Tensor, position_ids: Tensor, **_: Any) -> A
 
 
 def _linear(module: Any, x: Tensor) -> Tensor:
-    """Compute x W^T + b by `F.linear`, which isp shards: x [.., I] -> [.., O]."""
+    """Compute Falcon's linear, x [.., I] -> [.., O], with `F.linear`, a call that isp can shard."""
     return F.linear(x, module.weight, module.bias)
 
 
@@ -355,7 +365,7 @@ OWN_FORWARDS: dict[str, Callable[..., Any]] = {
     "trocr.modeling_trocr.TrOCRAttention": _bart,
     "xglm.modeling_xglm.XGLMAttention": _bart,
 }
-"""Replacements of forwards, by the name of the class in transformers.models."""
+"""By name of a class in transformers.models, the function that replaces its forward."""
 
 OWN_METHODS: dict[str, Callable[..., Any]] = {
     "codegen.modeling_codegen.CodeGenAttention": _split_heads,
@@ -364,4 +374,4 @@ OWN_METHODS: dict[str, Callable[..., Any]] = {
     "gptj.modeling_gptj.GPTJAttention": _split_heads,
     "openai.modeling_openai.Attention": _openai_gpt,
 }
-"""Replacements of the method `_attn`, by the name of the class in transformers.models."""
+"""By name of a class in transformers.models, the function that replaces its method `_attn`."""

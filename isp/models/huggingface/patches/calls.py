@@ -1,11 +1,11 @@
-"""Replacement of the forwards and functions with which models mix tokens by calls of isp.
+"""Replace the forwards and functions by which transformers models mix tokens by calls of isp.
 
-Modules whose forward mixes tokens itself get another forward, by their class.
+Modules whose own forward mixes tokens get another forward, chosen by their class.
 
-transformers' modeling files also call functions in their own namespace: `causal_conv1d_fn`, scans,
-and fused forms of both, which return None if no kernel is installed. These are wrapped there once.
-In a forward that isp runs, a wrapper calls `isp.core.mixers`; in all other models of the process it
-calls the wrapped function.
+The modeling files also call free functions in their namespace: `causal_conv1d_fn`, scans, and fused
+forms of both, which return None if no kernel is installed. Each is wrapped once in its namespace.
+In a forward that isp runs, the wrapper calls `isp.core.mixers`; for all other models of the process
+it calls the wrapped function.
 
 B batch, S' tokens of this rank, T tokens, C channels, K taps, N numbers of a state
 """
@@ -47,9 +47,10 @@ __all__ = [
 
 
 def _shared_expert_last(module: Any, hidden_states: Tensor) -> Tensor:
-    """Compute Qwen2-MoE's block, with the shared expert after the experts instead of before.
+    """Compute Qwen2-MoE's block, calling the shared expert after the experts instead of before.
 
-    In this order isp computes the shared expert while tokens are sent to the experts.
+    Only in this order isp can compute it while tokens are in flight. See [Note: Computed ahead] in
+    docs/design/notes/experts.md.
     """
     x = hidden_states.flatten(0, -2)
     share = torch.sigmoid(module.shared_expert_gate(x))
@@ -68,21 +69,23 @@ SHARED_EXPERT_LAST: dict[str, Callable[..., Any]] = dict.fromkeys(
     ),
     _shared_expert_last,
 )
-"""Replacements of forwards, so that the shared expert can overlap the tokens' all-to-all."""
+"""By name of a class in transformers.models, the function that replaces its forward so that the
+shared expert overlaps with the tokens' all-to-all."""
 
 
 REPLACED = OWN_FORWARDS | OWN_METHODS | OWN_MIXERS | INDEXERS | SHARED_EXPERT_LAST
-"""ISP's own code for classes of transformers, by class name; both must compute the same."""
+"""By name of a class in transformers.models, ISP's own code, which must compute the same."""
 
 _forwards: dict[str, Callable[..., Any]] = {
     PLACE + name: forward
     for name, forward in (REPLACED | COMPRESSORS).items()
     if name not in OWN_METHODS
 }
-"""Replacements of forwards by full class name, so that no modeling file needs to be imported."""
+"""By full name of a class, the function that replaces its forward. Keys are names, not classes, so
+that no modeling file has to be imported."""
 
 _methods = {PLACE + name: instead for name, instead in OWN_METHODS.items()}
-"""Replacements of the method `_attn`, by full class name."""
+"""By full name of a class, the function that replaces its method `_attn`."""
 
 
 def register_mixer(module_class: type[nn.Module], forward: Callable[..., Any]) -> None:
@@ -96,10 +99,14 @@ def register_mixer(module_class: type[nn.Module], forward: Callable[..., Any]) -
 
 
 def use_registered_mixers(model: nn.Module) -> bool:
-    """Set the registered forwards and methods on modules, in place; return whether any is set."""
+    """Set the registered forwards and methods on a model's modules, in place.
+
+    Returns whether the model has any.
+    """
     found = False
     for module in model.modules():
         for method, name in _registered(module):
+            # `as_wide`: a small model in float64 wraps its own forward, which this one replaces.
             if method == "forward":
                 set_forward(module, as_wide(module, partial(_forwards[name], module)))
             else:
@@ -109,7 +116,10 @@ def use_registered_mixers(model: nn.Module) -> bool:
 
 
 def _registered(module: nn.Module) -> Iterator[tuple[str, str]]:
-    """Yield the names of a module's replaced methods, each with the class it is registered for."""
+    """Yield the names of a module's replaced methods, each with the class it is registered for.
+
+    The class is the first one in the module's resolution order that is registered.
+    """
     for method, registered in (("forward", _forwards), ("_attn", _methods)):
         names = [name for name in class_names(module) if name in registered]
         yield from ((method, name) for name in names[:1])
@@ -118,13 +128,14 @@ def _registered(module: nn.Module) -> Iterator[tuple[str, str]]:
 def replaced_code(model: nn.Module) -> Iterator[tuple[str, str]]:
     """Yield the classes and functions of transformers that ISP's own code replaces in a model.
 
-    Each is a pair of Python module and name. A subclass that overrides methods of a registered
-    class is yielded itself. Forwards that the user has registered are left out.
+    Each is a pair: the name of a Python module, and the name in it. If a subclass overrides methods
+    of a registered class, the subclass is yielded. Forwards that the user registered are left out.
     """
     for module in model.modules():
         bases = dict(zip(class_names(module), type(module).__mro__, strict=True))
         for method, name in _registered(module):
             of_isp = REPLACED.get(name.removeprefix(PLACE))
+            # False if the user has registered another forward for the class.
             if of_isp is (_forwards if method == "forward" else _methods)[name]:
                 own = next(b for b in bases.values() if _overrides(b, bases[name]))
                 yield own.__module__, own.__qualname__
@@ -140,7 +151,7 @@ def _overrides(kind: type, base: type) -> bool:
 
 
 def _spaces(model: nn.Module) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield the modeling files of a model's classes: Python module name and namespace."""
+    """Yield the name and the namespace of each modeling file that defines a class of the model."""
     spaces = {cls.__module__ for module in model.modules() for cls in type(module).__mro__}
     yield from (
         (space, vars(sys.modules[space])) for space in sorted(spaces) if space.startswith(PLACE)
@@ -157,24 +168,26 @@ _STATES = (
     "cu_seqlens",
     "seq_idx",
 )
-"""Arguments that set the begin or end of a scan, which isp takes from the documents."""
+"""The arguments for where a scan begins and ends, and its states; isp uses the documents."""
 
 
 def wrap_free_functions(model: nn.Module) -> None:
-    """Wrap the convolutions and scans that the model's files call, in their namespaces.
+    """Wrap the free functions that a model's modeling files call, in the files' namespaces.
 
-    Where `mix_by` has set mixers, the wrappers call those.
+    A wrapper calls isp's own function if `mix_by` has set mixers, else the wrapped function.
     """
     for space, names in _spaces(model):
+        # Indexers need masks only from isp: spare the model a mask of S x S.
         masks = {"create_causal_mask": causal_mask} if has_indexers(space) else {}
         for name, ours in (_OURS | masks).items():
             function = names.get(name)
+            # An earlier model of this process may have wrapped it already.
             if function is not None and not isinstance(function, _Wrapped):
                 names[name] = _Wrapped(name, function, ours)
 
 
 class _Wrapped:
-    """A wrapper of a free function that calls isp's code in forwards that isp runs."""
+    """Wraps a free function of a modeling file; calls isp's own in forwards that isp runs."""
 
     def __init__(self, name: str, function: Callable[..., Any], ours: Callable[..., Any]) -> None:
         self._name = name
@@ -183,12 +196,14 @@ class _Wrapped:
         wraps(function)(self)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if current_mixers() is None:
+        if current_mixers() is None:  # a model that isp does not run
             return self._function(*args, **kwargs)
+        # States would be those of a rank's tokens: isp passes them between ranks itself.
         for given in _STATES:
             if kwargs.pop(given, None) not in (None, False):
                 raise ValueError(
-                    f"{self._name} is called with {given}, which isp sets itself from the documents"
+                    f"{self._name} is called with {given}, which isp sets itself from the"
+                    f" documents: leave it out"
                 )
         return self._ours(*args, **kwargs)
 
@@ -215,9 +230,9 @@ def _delta_rule(
     use_qk_l2norm_in_kernel: bool = False,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """Compute `torch_chunk_gated_delta_rule` and its relatives; return (output, no state)."""
-    normalise = use_qk_l2norm_in_kernel
-    return gated_delta_rule(query, key, value, g, beta, normalise=normalise), None
+    """Compute `torch_chunk_gated_delta_rule` and similar functions; return (output, no state)."""
+    out = gated_delta_rule(query, key, value, g, beta, normalise=use_qk_l2norm_in_kernel)
+    return out, None
 
 
 def _mamba2(
@@ -234,7 +249,7 @@ def _mamba2(
     dt_limit: tuple[float, float] = (0.0, float("inf")),
     **_: Any,
 ) -> Tensor:
-    """Compute `mamba2_chunk_scan`.  Raises ValueError for a gate z, which is not supported."""
+    """Compute `mamba2_chunk_scan`; raise ValueError for a gate z, which is not supported."""
     if z is not None:
         raise ValueError("mamba2_chunk_scan with a gate (z) is not supported")
     options: dict[str, Any] = {"dt_bias": dt_bias, "dt_softplus": dt_softplus, "dt_limit": dt_limit}
@@ -264,7 +279,10 @@ def _selective(
 
 
 def _fused(*_: Any, **__: Any) -> None:
-    """Return None, as without a fused kernel: the model then calls the separate functions."""
+    """Return None, as if no fused kernel were installed.
+
+    The model then calls convolution and scan separately, which are replaced.
+    """
 
 
 _OURS: dict[str, Callable[..., Any]] = {
@@ -276,6 +294,7 @@ _OURS: dict[str, Callable[..., Any]] = {
     "mamba2_split_conv1d_scan_combined": _fused,
     "mamba_inner_fn": _fused,
 }
+"""By name of a free function in transformers' modeling files, isp's own function."""
 
 FREE_FUNCTIONS = frozenset(_OURS)
 """Names of the free functions that are wrapped."""

@@ -1,9 +1,10 @@
-"""Indexers of transformers: modules with which sparse attention chooses keys for each token.
+"""Run indexers of transformers, by which sparse attention chooses keys for each token, over ranks.
 
-Their own forward runs unchanged, several times. The first pass gets all tokens of a rank and a
-cache that returns a single key: it calls the linears once and passes the index keys to the cache.
-Later passes, by `isp.core.mixers.key_choice`, get tiles of tokens with the recorded results of the
-linears, and a cache with the keys of a document.
+An indexer's own forward runs unchanged, several times. The first run gets all tokens of a rank and
+a stand-in for the cache that returns a single key. It calls the linears, whose results are
+recorded, and passes the index keys to the cache. In later runs, `isp.core.mixers.key_choice` gives
+the forward a tile of tokens with the recorded results of the linears, and a cache with the keys of
+a document.
 
 B batch, S' and T = B S' tokens of this rank, R queries and C keys of a tile, D size of an index
 key, G choices of a query (one for all heads, or one for each KV head), n numbers in a choice
@@ -36,29 +37,31 @@ __all__ = [
 
 
 _CACHE = "past_key_values", "cache"
-"""Names of the argument for the cache: before transformers 5.24, and since."""
+"""The names of the argument for the cache, before transformers 5.24 and since then."""
 
 
 class _Keys:
-    """A stand-in for a cache: keeps the index keys it gets, and returns those it was made with."""
+    """A stand-in for a cache that records the keys it gets and returns the keys of `__init__`."""
 
     def __init__(self, keys: Tensor | None = None) -> None:
         self.keys = keys
-        """Index keys [1, C, D] of a document; in the first pass None, then those of a rank
-        [B, S', D]."""
+        """The index keys of the last update, [B, R, D]; before one, those of `__init__`."""
         self._given = keys
+        """The index keys [1, C, D] of a document; None in the first run."""
 
     def update_indexer(self, keys: Tensor, _: int) -> Tensor:
-        """Keep keys [B, R, D] and return [B, C, D]; called by DeepSeek's indexers."""
+        """Record keys [B, R, D] and return [B, C, D]; DeepSeek's indexers call this."""
         self.keys = keys
+        # In the first run any single key will do, because its choices are not used.
         return keys[:, :1] if self._given is None else self._given
 
     def update_index(self, keys: Tensor) -> Tensor:
-        """Keep keys [B, 1, R, D] and return [B, 1, C, D]; called by MiniMax's indexers."""
+        """Record keys [B, 1, R, D] and return [B, 1, C, D]; MiniMax's indexers call this."""
         return self.update_indexer(keys.squeeze(1), 0).unsqueeze(1)
 
     @property
     def layers(self) -> _Keys:
+        """The list of caches by layer: each is this one."""
         return self
 
     def __getitem__(self, _: int) -> _Keys:
@@ -66,7 +69,7 @@ class _Keys:
 
 
 class _StandIn:
-    """A stand-in for a module whose submodules, when called, call `call(name, ...)`."""
+    """A stand-in for a module: a call of its submodule `name` becomes `call(name, ...)`."""
 
     def __init__(self, module: nn.Module, call: Callable[..., Any], name: str = "") -> None:
         self._module, self._call, self._name = module, call, name
@@ -85,13 +88,13 @@ class _Sizes(NamedTuple):
     num_heads: int
     num_choices: int
     most: int
-    """Largest number of keys, or blocks of keys, that a query chooses."""
+    """The largest number of keys, or blocks of keys, that a query chooses."""
     run: int
-    """Number of keys in a block; 1: single keys are chosen."""
+    """The number of keys in a block; 1: single keys are chosen."""
 
 
 class _Indexer:
-    """One call of an indexer, as an `isp.core.mixers.key_choice.Indexer`."""
+    """One call of an indexer of transformers; implements `isp.core.mixers.key_choice.Indexer`."""
 
     def __init__(self, module: Any, arguments: dict[str, Any], sizes: _Sizes) -> None:
         self.num_heads, self.num_choices, self._most, self._run_size = sizes
@@ -100,9 +103,10 @@ class _Indexer:
         self._shape = arguments["hidden_states"].shape[:2]
         self._given: dict[str, Tensor] = {}
         cache, positions = _Keys(), arguments["position_ids"]
-        # The indexer counts blocks by positions, and the stand-in cache has one key: one block.
+        # The indexer counts blocks by positions, but the stand-in cache has one key: one block.
         if self._run_size > 1:
             positions = torch.zeros_like(positions)
+        # A mask for the single key: every token may see it.
         seen = torch.ones(1, 1, 1, dtype=torch.bool, device=arguments["hidden_states"].device)
         self._run(self._keep, cache, seen, arguments | {"position_ids": positions})
         if cache.keys is None:
@@ -114,17 +118,17 @@ class _Indexer:
         self.keys = cache.keys
 
     def most(self, length: int) -> int:
-        """Return the most numbers that a query chooses in a document of `length` keys."""
+        """Return how many keys or blocks a query chooses at most in a document of `length` keys."""
         return min(self._most, -(-length // self._run_size))
 
     def choose(self, tokens: slice, keys: Tensor, seen: Tensor) -> Tensor:
-        """Return the choices of `tokens` among `keys` [C, D], of those that `seen` allows.
+        """Return the choices of the queries `tokens` among `keys` [C, D], where `seen` is True.
 
         See `isp.core.mixers.key_choice.Indexer.choose`.
         """
 
         def part(x: Any) -> Any:
-            """Return a tile of a tensor [B or 1, S', ..] -> [1, R, ..], or an x that is none."""
+            """Return a tile of a tensor, [B or 1, S', ..] -> [1, R, ..]; any other x unchanged."""
             if not isinstance(x, Tensor):
                 return x
             return x.expand(*self._shape, *x.shape[2:]).flatten(0, 1)[tokens].unsqueeze(0)
@@ -132,11 +136,12 @@ class _Indexer:
         arguments = tree_map(part, self._arguments)
         given = {name: part(x) for name, x in self._given.items()}
         cache = _Keys(keys[None])
+        # Calls of linears return the tile of their recorded results.
         found = self._run(lambda name, *_, **__: given[name], cache, seen[None], arguments)
         return found.flatten(0, -3).transpose(0, 1)  # [1, R, n] or [1, G, R, n] -> [R, G, n]
 
     def _keep(self, name: str, *args: Any, **kwargs: Any) -> Tensor:
-        """Call a submodule, and record its result for the later passes."""
+        """Call a submodule, and record its result for the later runs."""
         assert name not in self._given, f"{name} is called twice"
         self._given[name] = getattr(self._module, name)(*args, **kwargs)
         return self._given[name]
@@ -144,7 +149,10 @@ class _Indexer:
     def _run(
         self, call: Callable[..., Any], cache: _Keys, seen: Tensor, arguments: dict[str, Any]
     ) -> Tensor:
-        """Run the indexer's own forward with `call` for its submodules, and this cache and mask."""
+        """Run the indexer's own forward; return its choices.
+
+        `call` replaces calls of its submodules; `cache` and the mask `seen` replace its arguments.
+        """
         known = {**dict.fromkeys(_CACHE, cache), "attention_mask": seen}
         asked = {name: known.get(name, x) for name, x in arguments.items()}
         found: Tensor = type(self._module).forward(_StandIn(self._module, call), **asked)
@@ -154,7 +162,7 @@ class _Indexer:
 def _of_tokens(module: Any, arguments: dict[str, Any]) -> _Indexer:
     """Make an indexer of DeepSeek-V3.2 or a derivative: single keys, the same for all heads."""
     positions = arguments["position_ids"]
-    # Positions by time, height and width, which are equal for text.
+    # [3, B, S']: positions by time, height and width, which are equal for text.
     if positions is not None and positions.dim() == 3:
         arguments = arguments | {"position_ids": positions[0]}
     sizes = _Sizes(module.n_heads, num_choices=1, most=module.index_topk, run=1)
@@ -177,9 +185,10 @@ def _of_blocks(module: Any, arguments: dict[str, Any]) -> _Indexer:
 
 
 def _forward_of(make: Callable[[Any, dict[str, Any]], _Indexer]) -> Callable[..., Any]:
-    """Return a forward for indexers that lets the current mixers choose, without gradients.
+    """Return a forward for indexers in which the current mixers choose keys, without gradients.
 
-    Outside of a forward that isp runs, it is the indexer's own.
+    `make`: makes the indexer of a call. Outside of a forward that isp runs, the returned forward
+    runs the indexer's own.
     """
 
     def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -188,7 +197,7 @@ def _forward_of(make: Callable[[Any, dict[str, Any]], _Indexer]) -> Callable[...
             return own(module, *args, **kwargs)
         bound = inspect.signature(own).bind(module, *args, **kwargs)
         bound.apply_defaults()
-        _, *arguments = bound.arguments.items()
+        _, *arguments = bound.arguments.items()  # without the module itself
         with torch.no_grad():
             return mixers.choose(make(module, dict(arguments)))
 
@@ -205,12 +214,14 @@ _KINDS = {
     ("mistral_large4", "MistralLarge4TextIndexer"): _of_tokens,
     ("minimax_m3_vl", "MiniMaxM3VLIndexer"): _of_blocks,
 }
+"""By model type and class, the function that makes the indexer of a call."""
 
 
 def _refuse(module: nn.Module, *_: Any, **__: Any) -> None:
-    """Refuse DeepSeek-V4's compressors by ValueError.
+    """Raise ValueError in place of the forward of DeepSeek-V4's compressors.
 
-    They add a key for each window of tokens, which a trace of fewer tokens would not show.
+    They add a key for each window of tokens. A trace has fewer tokens than a window, so it would
+    not show this.
     """
     raise ValueError(
         f"{type(module).__name__} adds a key for each window of tokens: attention to compressed"
@@ -222,13 +233,15 @@ COMPRESSORS = {
     f"deepseek_v4.modeling_deepseek_v4.DeepseekV4{kind}Compressor": _refuse
     for kind in ("HCA", "CSA")
 }
+"""By name of a class in transformers.models that isp does not support, a forward that raises."""
 
 INDEXERS = {
     f"{space}.modeling_{space}.{cls}": _forward_of(make) for (space, cls), make in _KINDS.items()
 }
-"""Replacements of forwards, by the name of the class in transformers.models."""
+"""By name of an indexer's class in transformers.models, the function that replaces its forward."""
 
 PLACE = "transformers.models."
+"""The package of all modeling files."""
 _SPACES = {f"{PLACE}{name.rpartition('.')[0]}" for name in INDEXERS}
 
 
@@ -250,9 +263,9 @@ def indexer_parameters(model: nn.Module) -> Iterator[str]:
 
 
 def chosen_by(module: Any, others: dict[str, Any]) -> Chosen | None:
-    """Return the keys that an indexer has chosen, from an attention call's `others` arguments.
+    """Return the keys that an indexer has chosen for a call of attention; None: all keys.
 
-    The indexer may belong to an earlier layer. Returns None if all keys are attended.
+    `others`: the call's further arguments. The indexer may be that of an earlier layer.
     """
     if type(module).__module__ not in _SPACES:
         return None
@@ -262,6 +275,9 @@ def chosen_by(module: Any, others: dict[str, Any]) -> Chosen | None:
 
 
 def causal_mask(inputs_embeds: Tensor, *, allow_is_causal_skip: bool = True, **_: Any) -> Any:
-    """Return a dummy mask that is never read, or None, in place of `create_causal_mask`."""
+    """Return a dummy mask, or None, in place of transformers' `create_causal_mask`.
+
+    A model with indexers asks for a whole mask, but its indexers run with the masks of isp.
+    """
     shape = 1, 1, 1, 1
     return None if allow_is_causal_skip else inputs_embeds.new_ones(shape, dtype=torch.bool)

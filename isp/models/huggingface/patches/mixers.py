@@ -1,4 +1,6 @@
-"""Replacements, with `isp.core.mixers`, for transformers modules that mix tokens themselves.
+"""Forwards that replace those of transformers modules with convolutions and scans of their own.
+
+They call `isp.core.mixers`, which distributes the mixing of tokens over ranks.
 
 B batch, S' tokens of this rank, D hidden size, C channels, H heads, d head size, K taps
 """
@@ -18,14 +20,14 @@ from isp.models.roles import is_linear
 __all__ = ["OWN_MIXERS", "windows_of"]
 
 _LEAST_TIME = 1e-12
-"""Least dt of a scan whose input is divided by dt."""
+"""The smallest dt of a scan whose input is divided by dt."""
 
 
 def windows_of(x: Tensor, num_taps: int) -> Tensor:
     """Return each token with the K - 1 tokens before it: [B, S', C] -> [B, S', C, K].
 
-    Entry i is the token i before in the same document, or zeros. Computed as a convolution with
-    one-hot taps, which also gets tokens of other ranks.
+    Entry i is the token i places before in the same document, or zeros. Computed as a convolution
+    with one-hot taps, because `causal_conv1d` also gets the tokens of other ranks.
     """
     taps = torch.eye(num_taps, device=x.device, dtype=x.dtype).flip(1)[1:]  # [K - 1, K]
     before = causal_conv1d(x.repeat(1, 1, num_taps - 1), taps.repeat_interleave(x.shape[-1], 0))
@@ -35,8 +37,8 @@ def windows_of(x: Tensor, num_taps: int) -> Tensor:
 def _minimax(module: Any, hidden_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, None]:
     """Compute MiniMax's linear attention, [B, S', D] -> [B, S', D], as a state-space scan.
 
-    transformers loops over blocks of tokens.
-    S_t = exp(-slope) S_(t-1) + k_t v_t^T, o_t = S_t^T q_t: Mamba2's scan with dt = 1.
+    transformers computes it in a loop over blocks of tokens. The recurrence
+    S_t = exp(-slope) S_(t-1) + k_t v_t^T, o_t = S_t^T q_t is Mamba2's scan with dt = 1.
     """
     heads = module.num_attention_heads
     qkv = module.act_fn(module.qkv_proj(hidden_states)).unflatten(-1, (heads, -1))
@@ -52,8 +54,8 @@ def _recurrent_gemma(
 ) -> tuple[Tensor, None]:
     """Compute RecurrentGemma's convolution and RG-LRU, [B, S', D] -> [B, S', D].
 
-    transformers loops over tokens. In each channel h_t = a_t h_(t-1) + x_t: a selective scan with a
-    state of one number and a_t = exp(-dt_t).
+    transformers computes the RG-LRU in a loop over tokens. In each channel h_t = a_t h_(t-1) + x_t,
+    which is a selective scan with a state of one number and a_t = exp(-dt_t).
     """
     from transformers.models.recurrent_gemma.modeling_recurrent_gemma import SqrtBoundDerivative
 
@@ -73,7 +75,7 @@ def _recurrent_gemma(
     kept = SqrtBoundDerivative.apply(1 - torch.exp(-2 * dt))
     kept = kept.where(position_ids.unsqueeze(-1) != 0, 1)  # a document's first token is not scaled
     dt = dt.float().clamp(min=_LEAST_TIME)
-    # The scan multiplies its input by dt, and the RG-LRU does not: divide by it before.
+    # The scan multiplies its input by dt, but the RG-LRU does not: divide the input by dt.
     written = (x * input_gate * kept.to(x.dtype)).float() / dt
     one = torch.ones_like(dt[..., :1])
     scanned = state_space_scan(written, dt, -torch.ones_like(dt[0, :1].T), one, one)
@@ -81,16 +83,17 @@ def _recurrent_gemma(
 
 
 def _zaya(module: Any, hidden_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute Zaya's q, k and v [B, S', H, d] by two convolutions and the token before.
+    """Compute Zaya's q, k and v, [B, S', H, d] each, from [B, S', D].
 
-    G groups of channels of the second convolution, o and i its outputs and inputs in a group.
+    q and k go through two convolutions; half of v is computed from the token before. G: groups of
+    channels of the second convolution, with o outputs and i inputs each.
     """
     split = (-1, module.head_dim)
     q, k = module.q_proj(hidden_states), module.k_proj(hidden_states)
     first, second = module.conv_qk_depthwise, module.conv_qk_grouped
     x = causal_conv1d(torch.cat([q, k], -1), first.weight.squeeze(1))
-    # The tokens before a document are zeros to the first convolution, so the second one sees the
-    # first one's bias there: add it after the windows, whose padding is zero.
+    # Before a document's first token, the first convolution's output is its bias, since its input
+    # is zeros there. The windows have zeros there, so add the bias after them.
     windows = windows_of(x, module.grouped_kernel_size) + first.bias.unsqueeze(-1)
     heads = (second.groups, -1)
     taps = second.weight.unflatten(0, heads).flip(-1)  # [G, o, i, K]
@@ -108,13 +111,16 @@ def _zaya(module: Any, hidden_states: Tensor, *_: Any, **__: Any) -> tuple[Tenso
 
 
 class _Factor:
-    """A stand-in for a linear whose `weight @ x` calls the linear, without its bias."""
+    """A stand-in for a linear: the product `.weight @ x` calls the linear, without its bias.
+
+    So code that reads the weight works although a rank has only a shard of it.
+    """
 
     def __init__(self, linear: nn.Linear) -> None:
         self._linear, self.weight, self.bias = linear, self, linear.bias
 
     def __matmul__(self, x: Tensor) -> Tensor:
-        """Return W x: x [B, I, S'] -> [B, O, S']."""
+        """Return the product W x: x [B, I, S'] -> [B, O, S']."""
         linear: Any = self._linear
         linear.bias = None
         try:
@@ -125,10 +131,11 @@ class _Factor:
 
 
 def _selective(module: Any, *args: Any, **kwargs: Any) -> Any:
-    """Run Mamba's own forward with `dt_proj` called, not read: its weight is sharded."""
-    if not is_linear(module.dt_proj):  # wrapped by an adapter, whose code calls it
+    """Run Mamba's own forward so that it calls `dt_proj`, whose sharded weight it would read."""
+    if not is_linear(module.dt_proj):  # an adapter wraps it, and calls it
         return type(module).forward(module, *args, **kwargs)
-    vars(module)["dt_proj"] = _Factor(module.dt_proj)  # found before the registered submodule
+    # An entry in the instance's dict hides the submodule of this name.
+    vars(module)["dt_proj"] = _Factor(module.dt_proj)
     try:
         return type(module).forward(module, *args, **kwargs)
     finally:
@@ -143,4 +150,4 @@ OWN_MIXERS: dict[str, Callable[..., Any]] = {
     "recurrent_gemma.modeling_recurrent_gemma.RecurrentGemmaRecurrentBlock": _recurrent_gemma,
     "zaya.modeling_zaya.ZayaCCAProjection": _zaya,
 }
-"""Replacements of forwards, by the name of the class in transformers.models."""
+"""By name of a class in transformers.models, the function that replaces its forward."""
