@@ -1,4 +1,4 @@
-"""Descriptions of checkpoints for `isp checkpoint`: contents, and faults."""
+"""Descriptions of checkpoints for `isp checkpoint`: what they contain, and what is damaged."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ class Verification(NamedTuple):
     """Result of `verify`."""
 
     good: bool
-    """True if all checkpoints are as they were written."""
+    """True if all bytes of all checkpoints are as they were written."""
     text: str
-    """One line for each checkpoint."""
+    """A line for each checkpoint: its path, and `good` or its fault."""
 
 
 def inspect(path: Path | str) -> str:
@@ -53,7 +53,7 @@ def verify(path: Path | str) -> Verification:
 
 
 def _summary(folder: Path) -> str:
-    """Return one line about a checkpoint: its time, size and layout, or its fault."""
+    """Return a line about one checkpoint: time, size and layout, or what is wrong with it."""
     if fault := fault_of(folder):
         return f"{folder.name}  {fault}"
     manifest = Manifest.read(folder)
@@ -61,7 +61,7 @@ def _summary(folder: Path) -> str:
 
 
 def _details(folder: Path) -> str:
-    """Return the description of one checkpoint, with its parameters, or its fault."""
+    """Return several lines about one checkpoint, with its parameters, or what is wrong with it."""
     if fault := fault_of(folder):
         return f"{folder}\n{fault}"
     manifest = Manifest.read(folder)
@@ -85,7 +85,7 @@ def _details(folder: Path) -> str:
 
 
 def _table(metadata: Metadata) -> str:
-    """Return a table with a line for each parameter: its shape, and the dtypes of what is saved."""
+    """Return a table of parameters: shape, and dtypes of weight, master weight and states."""
     states, weights = state_kinds(metadata.state_dict_metadata), saved_weights(metadata)
     lines = [("parameter", "shape", "weights", "master weights", *states)]
     for name in sorted(weights):
