@@ -64,7 +64,7 @@ class _Outputs(dict[str, Any]):
 class RunModel(nn.Module):
     """Wrapper of a run's model that is called as transformers calls a model.
 
-    Ranks with the same data rank pass the same rows. `loss` is the sum of the losses of this data rank's
+    Ranks with the same data rank pass the same rows. `loss` is the sum of the losses of their
     labels, divided by `num_items_in_batch` if given, else by the number of labels; `logits`
     [B, S, V] come from `run.logits`. `gives_logits`: compute logits in the forward also if there
     are labels.
