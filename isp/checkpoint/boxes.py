@@ -52,7 +52,7 @@ class Piece:
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """Shape of the box."""
+        """Shape of the box, one number for each dim."""
         return tuple(self.data.shape)
 
 
@@ -113,6 +113,7 @@ class BoxSavePlanner(SavePlanner):
         )
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        """Choose the writer of each box, on the coordinator; return a plan for each rank."""
         owners: dict[MetadataIndex, list[int]] = defaultdict(list)
         items: dict[MetadataIndex, WriteItem] = {}
         for rank, plan in enumerate(all_plans):
@@ -172,6 +173,7 @@ class BoxLoadPlanner(LoadPlanner):
         return LoadPlan([item for shard in self._shards.values() for item in self._reads(shard)])
 
     def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
+        """Check on the coordinator that the ranks load all required keys; change no plan."""
         loaded = {item.dest_index.fqn for plan in global_plan for item in plan.items}
         unread = [key for key, needed in self._required.items() if not loaded.issuperset(needed)]
         if unread:
@@ -194,7 +196,7 @@ class BoxLoadPlanner(LoadPlanner):
         return block
 
     def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
-        pass  # `tensor` is a view of the box, so nothing has to be copied
+        """Do nothing: `tensor` is a view of the box, which is filled already."""
 
     def _reads(self, shard: Shard) -> list[ReadItem]:
         """Return torch's read items that fill the boxes of one shard.

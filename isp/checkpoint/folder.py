@@ -153,12 +153,14 @@ class CheckpointFolder:
                 self._delete(step)
 
     def _delete(self, step: int) -> None:
-        # Rename first: a process that dies here must not leave half a checkpoint under that name.
+        """Delete the checkpoint of `step`."""
+        # Rename it first: a process that dies here must not leave half a checkpoint with this name.
         doomed = self.published(step).with_suffix(".deleted")
         self.published(step).rename(doomed)
         shutil.rmtree(doomed)
 
     def _subfolders(self) -> list[Path]:
+        """Return all folders in this folder, sorted; an empty list if it does not exist."""
         if not self.path.is_dir():
             return []
         return sorted(path for path in self.path.iterdir() if path.is_dir())

@@ -112,7 +112,7 @@ class Manifest(BaseModel):
 
     @property
     def num_bytes(self) -> int:
-        """Size of all files together."""
+        """Size in bytes of all files together, without the manifest."""
         return sum(record.num_bytes for record in self.files.values())
 
     def write(self, folder: Path) -> None:
@@ -129,7 +129,7 @@ class Manifest(BaseModel):
 
     @classmethod
     def read(cls, folder: Path) -> Manifest:
-        """Return the manifest in `folder`.
+        """Read and return the manifest in the folder of a checkpoint.
 
         Raises Damaged if there is none, its checksum or content is wrong, or its step is not that
         of the folder's name.

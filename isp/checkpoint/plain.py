@@ -22,7 +22,7 @@ _MOST_LEVELS = 100
 
 
 def to_json(value: Plain) -> str:
-    """Return `value` as JSON text.
+    """Return a plain value as JSON text, from which `from_json` makes an equal value.
 
     Raises TypeError, with the place in `value`, for anything that is not plain, and ValueError for
     lists and dicts that are nested too deeply.

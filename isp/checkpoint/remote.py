@@ -102,9 +102,11 @@ class RemoteCheckpoints:
         return None, []
 
     def _at(self, step: int) -> str:
+        """Return the path of the copy of `step` in the store."""
         return f"{self._root}/step_{step}"
 
     def _delete(self, step: int) -> None:
+        """Delete the copy of `step` from the store."""
         # Delete the manifest first: a folder that is half deleted is then no checkpoint. With
         # `recursive`, also if a folder has that name by mistake.
         self._system.rm(f"{self._at(step)}/{MANIFEST}", recursive=True)

@@ -24,7 +24,7 @@ __all__ = ["Verification", "inspect", "verify"]
 
 
 class Verification(NamedTuple):
-    """Result of `verify`."""
+    """Result of `verify`, which reads every byte of checkpoints."""
 
     good: bool
     """True if all bytes of all checkpoints are as they were written."""
@@ -108,14 +108,17 @@ def _dtype(metadata: Metadata, key: str) -> str:
 
 
 def _when(manifest: Manifest) -> str:
+    """Return when a checkpoint was saved, in local time, as text."""
     return time.strftime("saved %Y-%m-%d %H:%M:%S", time.localtime(manifest.saved_at))
 
 
 def _size(manifest: Manifest) -> str:
+    """Return the size and the number of files of a checkpoint, as text."""
     return f"{manifest.num_bytes / 2**20:,.1f} MiB in {len(manifest.files)} files"
 
 
 def _layout(manifest: Manifest) -> str:
+    """Return mode and group sizes of the run that saved a checkpoint, as text."""
     saved = manifest.topology
     sizes = ("world_size", "pipeline", "tensor", "weight", "zero1")
     text = ", ".join(f"{name} {getattr(saved, name)}" for name in sizes)

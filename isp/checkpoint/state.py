@@ -79,7 +79,7 @@ class Resumed:
 
 
 class Targets(NamedTuple):
-    """What this rank loads from a checkpoint, and into which shards."""
+    """Tensors that this rank loads from a checkpoint, and the shards that they are loaded into."""
 
     shards: dict[str, Shard]
     """Shards to fill, by key."""
@@ -247,6 +247,7 @@ def _shards(
 
 
 def _dtype(saved: object) -> torch.dtype:
+    """Return the dtype of an entry in a checkpoint's table of contents, which must be a tensor."""
     assert isinstance(saved, TensorStorageMetadata)
     return saved.properties.dtype
 

@@ -171,6 +171,7 @@ class _MetadataUnpickler(pickle.Unpickler):
 
 
 def _is_dtype(name: str) -> bool:
+    """Return True if `torch.NAME` is a dtype."""
     return isinstance(vars(torch).get(name), torch.dtype)
 
 

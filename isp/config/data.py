@@ -57,7 +57,7 @@ def _blend(source: Any) -> Any:
 
 
 class Format(StrEnum):
-    """What each object of a JSON file, or each row of a table, contains."""
+    """Contents of each object of a JSON file, or each row of a table."""
 
     AUTO = "auto"
     TEXT = "text"
@@ -76,7 +76,7 @@ class TrainOn(StrEnum):
 
 
 class ExcessLength(StrEnum):
-    """What happens to an example that is longer than a sample."""
+    """Treatment of examples that are longer than a sample."""
 
     TRUNCATE = "truncate"
     DROP = "drop"

@@ -49,7 +49,7 @@ class _Loader(yaml.SafeLoader):
         return root
 
     def construct_object(self, node: Node, deep: bool = False) -> Any:
-        """Return the value of `node`.
+        """Return the Python value of a YAML node.
 
         Raises ConstructorError, which has the line, where PyYAML raises ValueError, such as for an
         impossible date.
@@ -164,12 +164,14 @@ def _note_lines(
 
 
 def _problem(error: yaml.YAMLError) -> str:
+    """Return what is wrong according to PyYAML, as one line without the place."""
     if isinstance(error, yaml.MarkedYAMLError) and error.problem is not None:
         return error.problem
     return str(error).splitlines()[0]
 
 
 def _syntax_fault(path: str | Path, error: yaml.YAMLError) -> str:
+    """Return the text of an error about a file that is not YAML: file, line, column, fault."""
     place = str(path)
     if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
         place += f", line {error.problem_mark.line + 1}, column {error.problem_mark.column + 1}"

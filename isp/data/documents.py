@@ -77,7 +77,7 @@ _STDLIB_EXCLUDED_FOLDERS = frozenset(
 
 
 class Document(NamedTuple):
-    """The text of one document."""
+    """A document of a text source."""
 
     text: str
     num_bytes: int

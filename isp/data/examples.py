@@ -190,6 +190,7 @@ class SourceReader:
         return self._find(items)
 
     def _find(self, items: list[str]) -> list[Path]:
+        """Return the files of `items`, none of which is a .bin/.idx pair."""
         return find_files(items, key=self._key, as_text=self._asked is Format.TEXT)
 
     def read(self, path: Path) -> Iterator[tuple[list[Example], int]]:

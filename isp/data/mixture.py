@@ -76,7 +76,7 @@ class MixedDataset:
         )
 
     def sample(self, index: int) -> Sample:
-        """Return sample `index` >= 0."""
+        """Return sample `index` >= 0 of the mixture."""
         source, number = self.place(index)
         return self.parts[source].dataset.sample(number)
 
@@ -109,6 +109,7 @@ class MixedDataset:
 
     @property
     def _streams(self) -> list[StreamDataset]:
+        """The sources that are streamed, which have places to save in checkpoints."""
         return [part.dataset for part in self.parts if isinstance(part.dataset, StreamDataset)]
 
     def _counts(self, index: int) -> list[int]:
@@ -120,6 +121,7 @@ class MixedDataset:
         ]
 
     def _stage(self, index: int) -> _Stage:
+        """Return the stage that sample `index` is in."""
         return self._stages[bisect_right([s.start for s in self._stages], index) - 1]
 
     def _intervals(self, before: Sequence[int]) -> tuple[int, ...]:

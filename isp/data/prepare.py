@@ -34,7 +34,7 @@ __all__ = ["PrepareSummary", "prepare"]
 
 
 class PrepareSummary(NamedTuple):
-    """Result of `prepare`."""
+    """Result of `prepare`: which pair was written, and how much it has."""
 
     prefix: Path
     """Path of the pair without suffix, to use as `data.source`."""

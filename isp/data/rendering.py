@@ -92,6 +92,7 @@ class _MarkLoops(NodeTransformer):
         self._marks = marks
 
     def visit_For(self, node: nodes.For) -> list[nodes.Node]:
+        """Return the loop `node`, which takes each item, between calls that enter and leave it."""
         self.generic_visit(node)  # loops inside of this one
         if isinstance(node.target, nodes.Name):
             item = nodes.Name(node.target.name, "load")
@@ -99,10 +100,12 @@ class _MarkLoops(NodeTransformer):
         return [self._output("_enter"), node, self._output("_leave")]
 
     def _output(self, method: str, *arguments: nodes.Expr) -> nodes.Output:
+        """Return a node that writes the result of a method of `_Marks` into the text."""
         return nodes.Output([self._marks.call_method(method, list(arguments))])
 
 
 def _mark(what: str) -> str:
+    """Return the mark `what` between its delimiters."""
     return f"{_OPEN}{what}{_CLOSE}"
 
 

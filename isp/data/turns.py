@@ -80,7 +80,7 @@ class Arguments(dict[str, Any]):
 
 
 class TemplateInputs(NamedTuple):
-    """What a row has for the chat template, in addition to messages."""
+    """Inputs of the chat template that a row has in addition to its messages."""
 
     tools: Any
     """Value of the key `tools`; None without."""

@@ -44,12 +44,12 @@ class RunAccelerator(Accelerator):
 
     @property
     def num_processes(self) -> int:
-        """Number of data ranks."""
+        """Number of data ranks, which accelerate takes for processes."""
         return self.run.dp_size
 
     @property
     def process_index(self) -> int:
-        """This process's data rank."""
+        """Data rank of this process, which accelerate takes for its rank."""
         return self.run.dp_rank
 
     def gather(self, tensor: Any) -> Any:

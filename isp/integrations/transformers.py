@@ -210,7 +210,7 @@ class TrainerMixin:
         return found
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
-        """Return the run's optimizer."""
+        """Return an optimizer whose step is that of the run; `model` is not used."""
         own: Any = self
         own.optimizer = found = own.optimizer or _RunOptimizer(self.run)
         return found

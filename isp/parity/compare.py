@@ -73,7 +73,7 @@ of larger ones, and relative to itself any noise would be a large difference."""
 
 
 class CheckCase(NamedTuple):
-    """One of the ways in which a step of each layout is trained."""
+    """A way to train a step; each layout is trained in all of `CASES`."""
 
     packed: bool
     """True: rows of several documents, joined into at most two micro-batches. False: one batch."""
@@ -312,6 +312,7 @@ class _WatchedOptimizer(Zero1Optimizer):
     """Gradients of this rank's shards, by name."""
 
     def step(self, lr: float, **how: Any) -> StepResult:
+        """Keep the reduced gradients, then clip and update as usual."""
         items = self._gradients.parameters
         self.reduced = {i.name: self._gradients.whole(i.parameter).clone() for i in items}
         return super().step(lr, **how)

@@ -217,6 +217,7 @@ def _decayed(model: nn.Module) -> set[str]:
 
 
 def _is_norm_or_bias(name: str) -> bool:
+    """Return True if a parameter is a bias or belongs to a norm, judged by its name."""
     parts = name.lower().split(".")
     words = any(word in name.lower() for word in ("bias", "layernorm", "rmsnorm"))
     return words or any(part == "norm" or part.endswith("_norm") for part in parts)

@@ -378,9 +378,9 @@ class Trainer:
         check_skips(optimizer, limit, step=self.step, checkpointer=self.checkpointer)
 
     def _save(self, done: Progress, *, last: bool) -> None:
-        """Save a checkpoint.
+        """Save a checkpoint; `last`: the last one of the run, which is retried for a while.
 
-        If that fails, raises CheckpointError for the last one of the run, and logs it for others.
+        If saving fails, raises CheckpointError for the last one; for others only logs it.
         """
         self.clock.enter(Phase.CHECKPOINT)
         if last:

@@ -57,6 +57,7 @@ def limited(
     quiet_until, ended = 0.0, False
 
     def look(frame: FrameType | None) -> None:
+        """Raise `_Exceeded` into the interrupted code if a limit is exceeded; a timer calls it."""
         nonlocal quiet_until
         now = time.monotonic()
         # Do not raise while a context of this file or of contextlib is entered or left: its cleanup
@@ -165,6 +166,7 @@ def _ticks(look: Callable[[FrameType | None], None]) -> Iterator[None]:
     before = signal.getsignal(signal.SIGALRM)
 
     def tick(number: int, frame: FrameType | None) -> None:
+        """Handle the timer's signal: call the earlier timer's handler if it is due, then `look`."""
         if due and time.monotonic() - begin >= due and callable(before):
             before(number, frame)
         look(frame)

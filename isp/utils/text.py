@@ -90,6 +90,7 @@ def _redacted_query(query: re.Match[str]) -> str:
     signed = any(map(_SIGNATURE.search, names))
 
     def instead(parameter: re.Match[str]) -> str:
+        """Return the parameter, with *** as its value if it is secret."""
         name, value = parameter.groups()
         secret = _SECRET.search(name) or (signed and _SIGNED.search(name))
         after = value[len(value.rstrip(_AFTER_URL)) :]  # keep punctuation after the URL

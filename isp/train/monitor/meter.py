@@ -167,7 +167,7 @@ class StepMeter:
         return record
 
     def _forget(self) -> None:
-        """Set all counts to 0."""
+        """Set all sums to 0, for a new record."""
         self._steps = self._tokens = self._padding = 0
         self._flops = 0.0
         self._times: PhaseTimes = dict.fromkeys(Phase, 0.0)

@@ -33,7 +33,7 @@ __all__ = ["ProfileOptions", "config_for", "profile_ranks"]
 
 @dataclass(frozen=True, kw_only=True)
 class ProfileOptions:
-    """Options of `isp profile`."""
+    """Options of `isp profile`: which modes, and how many steps of each."""
 
     modes: tuple[Mode, ...] = tuple(Mode)
     """Modes to profile, one after the other."""
