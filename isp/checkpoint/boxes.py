@@ -119,6 +119,7 @@ class BoxSavePlanner(SavePlanner):
         for rank, plan in enumerate(all_plans):
             for item in plan.items:
                 owners[item.index].append(rank)
+                # Ranks with the same box (key and offsets) must also agree on its size and dtype.
                 if items.setdefault(item.index, item).tensor_data != item.tensor_data:
                     raise ValueError(f"ranks disagree about {item.index.fqn}: {item.tensor_data}")
         loads = [0] * len(all_plans)
@@ -203,6 +204,7 @@ class BoxLoadPlanner(LoadPlanner):
 
         Raises ValueError if the saved tensor has another shape, or lacks elements of a box.
         """
+        # The saved tensor may have more rows than the parameter, which begins at row `first` there.
         source, first, _ = rows = self._sources[shard.key]
         saved = self._saved[source]
         assert isinstance(saved, TensorStorageMetadata)
@@ -210,6 +212,7 @@ class BoxLoadPlanner(LoadPlanner):
             raise ValueError(
                 f"{source} has shape {tuple(saved.size)} in the checkpoint, the run needs {shape}"
             )
+        # torch's function takes one key for source and destination: put the piece's in place.
         reads = [
             dataclasses.replace(read, dest_index=MetadataIndex(shard.key, piece.offsets))
             for piece in shard.pieces
@@ -248,7 +251,7 @@ def _write_item(shard: Shard, piece: Piece) -> WriteItem:
     """Return torch's write item for a piece that this rank has, and may be chosen to write."""
     return WriteItem(
         index=MetadataIndex(shard.key, piece.offsets),
-        type=WriteItemType.SHARD,
+        type=WriteItemType.SHARD,  # a chunk of a tensor, whose data `resolve_data` returns
         tensor_data=TensorWriteData(
             chunk=_chunk(piece),
             properties=TensorProperties(dtype=shard.dtype),

@@ -76,7 +76,7 @@ def find_format(items: list[str], asked: Format, *, text_key: str, key: str) -> 
     need a chat template. Raises ValueError for text mixed with examples, and for pairs of
     preferences mixed with other examples.
     """
-    found: dict[Format, str] = {}
+    found: dict[Format, str] = {}  # with the first file of each format, for the error
     for item in items:
         if (prefix := indexed_prefix(item)) is not None:
             found.setdefault(_pair_format(prefix, asked), str(prefix))
@@ -270,6 +270,7 @@ class SourceReader:
         stores = list(map(self._open, self.items))
         if len(stores) == 1:
             return stores[0]
+        # Join all stores of tokens, and all stores of labels.
         return ExampleStore(*(ConcatStore(column) for column in zip(*stores, strict=True)))
 
     def _open(self, item: str) -> ExampleStore:
@@ -294,7 +295,7 @@ class SourceReader:
             store = EndedStore(store, self._tokenizer.eos_id)
             # All tokens of a text are trained, so its labels are its tokens.
             return ExampleStore(store, store)
-        of_files = list(examples)
+        of_files = list(examples)  # a list: tokens and labels go to two stores
         check_trained(any(count_trained(labels) for _, labels in of_files), name)
         tokens, labels = zip(*of_files, strict=True)
         return ExampleStore(
@@ -370,7 +371,7 @@ def _documents(line: JsonLine, *, vocab_size: int) -> list[Example]:
     tokens = _ids(record, "input_ids", where)
     check_ids(tokens, vocab_size=vocab_size, where=where)
     labels = _aligned(record, "labels", where, tokens)
-    trained = np.where(labels == IGNORE_INDEX, 0, labels)
+    trained = np.where(labels == IGNORE_INDEX, 0, labels)  # check the labels that are ids
     check_ids(trained, vocab_size=vocab_size, where=f"{where}, 'labels'")
     if (_aligned(record, "attention_mask", where, np.ones_like(tokens)) != 1).any():
         raise ValueError(
@@ -392,6 +393,7 @@ def _documents(line: JsonLine, *, vocab_size: int) -> list[Example]:
             f"{where}: 'position_ids' has {positions[differ[0]]} at token {differ[0]}: positions"
             f" count up from 0, and restart at 0 at each document"
         )
+    # Split before each document but the first.
     return list(map(Example, np.split(tokens, begins[1:]), np.split(labels, begins[1:])))
 
 
@@ -504,6 +506,7 @@ def _after(prompt: Any, tokens: Any, where: str) -> Example:
     same = min(len(prompt), len(tokens))
     # They may differ before the end of the prompt: at a token with the ends of both.
     differ = np.flatnonzero(prompt[:same] != tokens[:same])
+    # At least 1: no token predicts the first.
     first = max(1, int(differ[0]) if differ.size else same)
     if first >= len(tokens):
         raise ValueError(f"{where}: an answer adds no tokens to the prompt")

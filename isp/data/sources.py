@@ -48,6 +48,7 @@ def open_datasets(config: DataConfig, *, seed: int) -> Datasets:
     ]
     valid: list[_Opened] = [(reader.open(), reader) for reader in readers[count:]]
     if config.valid_fraction > 0.0:
+        # Split each source alone: what is held out of it does not depend on the others.
         split = [_split(store, config.valid_fraction, reader) for store, reader in train if store]
         valid = [(stores[1], reader) for stores, reader in zip(split, readers, strict=True)]
         train = [(stores[0], reader) for stores, reader in zip(split, readers, strict=True)]
@@ -139,6 +140,7 @@ def _readers(config: DataConfig, tokenizer: Tokenizer) -> list[SourceReader]:
         )
         for key, source in given
     ]
+    # With `streaming` all training sources are streamed; held-out text never is.
     for reader in readers[: len(config.parts) * config.streaming]:
         if not reader.is_text or any(map(indexed_prefix, reader.items)):
             raise ValueError(

@@ -105,6 +105,7 @@ class Source:
         if self.section.hf is None:
             return None
         of_tokens = self._base.get_input_embeddings()
+        # Embeddings other than that of the tokens may be of positions.
         tables = [m for m in self._base.modules() if isinstance(m, nn.Embedding)]
         return position_rows(self._base, [table for table in tables if table is not of_tokens])
 
@@ -285,6 +286,7 @@ def _of_folder(path: Path, dtype: str | None, tokenizer: str | None) -> Source:
     named = with_adapter({"hf": str(path)})
     base = Path(named["hf"])
     described = read_text_config(str(base))
+    # The folder of an adapter may have a tokenizer of its own, else its base model's is used.
     texts = path if (path / "tokenizer.json").is_file() else base
     if tokenizer is None and not (texts / "tokenizer.json").is_file():
         raise ValueError(
@@ -292,6 +294,7 @@ def _of_folder(path: Path, dtype: str | None, tokenizer: str | None) -> Source:
         )
     file = tokenizer or str(texts)
     own = load_tokenizer(file)
+    # transformers 5 writes `dtype`, earlier versions `torch_dtype`.
     saved = described.get("dtype") or described.get("torch_dtype")
     return Source(
         title=str(path),
@@ -311,6 +314,7 @@ def _ends(folder: str, overrides: Mapping[str, Any] | None = None) -> frozenset[
 
     Raises ValueError if the folder names something else than ids.
     """
+    # As in transformers, generation_config.json comes before config.json.
     of_text = Path(folder) / "generation_config.json"
     found = read_json(of_text).get("eos_token_id") if of_text.is_file() else None
     found = read_text_config(folder, overrides).get("eos_token_id") if found is None else found

@@ -108,13 +108,14 @@ class ISPEngine(BaseEngine):
         # verl's losses divide by the number of tokens in the global batch.
         tokens = self._data.all_reduce(data["loss_mask"].sum().to(self.run.device)).wait()
         shared = {"sp_size": tensor, "batch_num_tokens": tokens.item(), "dp_size": self._data.size}
-        tu.assign_non_tensor(data, **shared)
+        tu.assign_non_tensor(data, **shared)  # verl's functions below read these from the batch
         batches, indices = prepare_micro_batches(data, self._group, same_micro_num_in_dp=True)
         outputs = []
         for batch in batches:
             batch = batch.to(self.run.device)
             with torch.set_grad_enabled(not forward_only):
                 model_output = self._score(batch)
+                # Without a loss function verl only wants the log-probabilities.
                 loss, metrics = torch.ones(()), {}
                 if loss_function is not None:
                     loss, metrics = loss_function(

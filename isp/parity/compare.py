@@ -225,6 +225,7 @@ class Check:
     def _compare(self, mesh: Mesh, layout: Layout, case: CheckCase) -> Differences:
         """Train one step on this rank and return its differences from the plain model."""
         reference = self.references[case.packed]
+        # This data rank's rows of the global batch.
         count = len(reference.rows.tokens) // mesh[Axis.DATA].size
         first = mesh[Axis.DATA].rank * count
         # A pipeline needs several micro-batches: each row is one. Else all rows are one batch.
@@ -241,7 +242,7 @@ class Check:
             self.subject.language_model(float(case.recomputed)),
             layout.of(self.parallel),
             mesh,
-            seed=None,
+            seed=None,  # no initial weights: they are copied below
             device=torch.device("cpu"),
             dtype=torch.float64,
         )
@@ -344,6 +345,7 @@ def _apart(
     built: BuiltModel, found: Mapping[str, Tensor], expected: Mapping[str, Tensor]
 ) -> dict[str, float]:
     """Return, by name, how this rank's shards `found` differ from the whole tensors `expected`."""
+    # See `_LEAST_SCALE`: tensors of rounding noise must not be compared relative to themselves.
     least = _LEAST_SCALE * max(tensor.abs().max().item() for tensor in expected.values())
     return {
         item.name: _largest(found[item.name] - item.layout.shard(expected[item.name]))
@@ -434,7 +436,7 @@ def worst_of(of_ranks: Iterable[Differences]) -> Differences:
         gradients=largest(lambda one: one.gradients),
         weights=largest(lambda one: one.weights),
         outputs=largest(lambda one: one.outputs),
-        gathers=found[0].gathers,
+        gathers=found[0].gathers,  # of one rank: the table only says if there are any
         miscounted=tuple(dict.fromkeys(line for one in found for line in one.miscounted)),
     )
 

@@ -39,6 +39,7 @@ class Layout:
     @property
     def num_ranks(self) -> int:
         """Return the least number of ranks that the layout needs."""
+        # A weight group may have several tensor groups, or a tensor group several weight groups.
         return math.lcm(self.tensor, self.weight) * self.pipeline.size
 
     def __str__(self) -> str:
@@ -94,6 +95,7 @@ def layouts_of(
     if names != "all":
         found = [_layout(name.strip(), names) for name in names.split(",")]
         return list(dict.fromkeys(found)), []
+    # Isp mode, isp mode with context groups, other modes; with experts also over several ranks.
     every = [Layout(tensor, weight) for tensor in _SIZES for weight in _SIZES]
     every += [_with_context(*sizes) for sizes in ((1, 2, 1), (2, 2, 4), (1, 4, 2))]
     others = (mode for mode in Mode if not mode.gathers_weights)

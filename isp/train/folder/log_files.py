@@ -130,7 +130,7 @@ def _attached(handlers: list[logging.Handler]) -> Iterator[None]:
         root.addHandler(handler)
     for logger in ours:
         logger.setLevel(logging.INFO)
-    logging.captureWarnings(True)
+    logging.captureWarnings(True)  # Python's warnings then go to the handlers, too
     try:
         yield
     finally:

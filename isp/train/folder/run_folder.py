@@ -192,7 +192,7 @@ class RunFolder:
             launch = LaunchRecord(**json.loads(read_limited(self.launch_file)))
             has_time = math.isfinite(launch.at)
         except (OSError, ValueError, TypeError, OverflowError, RecursionError):
-            return None
+            return None  # such a run is ordered by the time in its name
         return launch if has_time and isinstance(launch.finished_step, int | None) else None
 
     def write_launch(self, launch: LaunchRecord) -> None:

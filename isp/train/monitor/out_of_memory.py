@@ -37,6 +37,7 @@ def memory_owners(step: TrainStep) -> dict[str, int]:
     # Gradients that autograd has accumulated and no hook has moved to the main gradients yet.
     of_autograd = _storage_bytes((p.grad for p in parameters if p.grad is not None), seen)
     shards, device = step.optimizer.state_dict()["parameters"].values(), parameters[0].device
+    # Only states on the device: others are in host memory, which did not run out.
     tensors = (x for shard in shards for x in shard["tensors"].values() if x.device == device)
     states = _storage_bytes(tensors, seen)
     owners = {

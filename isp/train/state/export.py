@@ -201,8 +201,10 @@ def plain_decoder(weights: CheckpointWeights, section: ModelConfig, dtype: str) 
     check_shapes(weights.info, parameter_shapes(traced), traced.earlier_names)
     decoder, read = copy.deepcopy(traced.model), _rows_of(weights, traced)
     found: dict[int, nn.Parameter] = {}
+    # A list: the loop replaces parameters.
     for name, parameter in [*decoder.named_parameters(remove_duplicate=False)]:
         if id(parameter) not in found:  # a tied parameter is read once
+            # Number of rows with all dims but the last flattened, as `read` has them.
             rows = parameter.shape[: max(1, parameter.dim() - 1)].numel()
             own = _in_dtype(read(name, 0, rows), dtype).view(parameter.shape)
             found[id(parameter)] = nn.Parameter(own, requires_grad=False)
