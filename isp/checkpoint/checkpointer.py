@@ -117,8 +117,9 @@ class Checkpointer:
             self._flight.join(_LAST_SECONDS)
             if not self._flight.over:
                 logger.warning(
-                    "the save of step %d does not finish: training ends without it",
+                    "the save of step %d has not finished within %.0f s: the run ends without it",
                     self._flight.step,
+                    _LAST_SECONDS,
                 )
         if self._uploads is not None:
             self._uploads.wait(None if kind is None else _LAST_SECONDS)
@@ -162,8 +163,9 @@ class Checkpointer:
         """
         # Wait for an earlier save before the copy below: its thread may still read the staging
         # memory, which `_Staging.copy` overwrites.
-        if self._flight is not None and (before := self._flight).join() > _REPORTED_SECONDS:
-            logger.info("step %d waited until step %d was saved", step, before.step)
+        if self._flight is not None and (waited := self._flight.join()) > _REPORTED_SECONDS:
+            before = self._flight.step
+            logger.info("step %d waited %.1f s until step %d was saved", step, waited, before)
         self._flight = None
         background = self._config.async_mode == "async" and not wait
         shards: dict[str, Shard] = {}
@@ -234,7 +236,7 @@ class Checkpointer:
         except CheckpointError as error:
             if self._first:
                 self.folder.abandon(step)
-            raise CheckpointError(f"{error}. Older checkpoints are as they were.") from None
+            raise CheckpointError(f"{error}. Older checkpoints are unchanged.") from None
         seconds = self.write_seconds = time.perf_counter() - begin
         if self._first:
             mib = complete.num_bytes / 2**20
@@ -264,7 +266,8 @@ class Checkpointer:
             manifest.check(folder, contents=False)
         except Damaged as fault:
             raise CheckpointError(
-                f"{fault}: do all ranks write to the same file system, as they must?"
+                f"{fault}: do all ranks write to the same file system? Name a folder that all"
+                f" machines share"
             ) from None
         manifest.write(folder)
         self.folder.publish(manifest.step)

@@ -101,7 +101,7 @@ def _decode(encoded: dict[str, Any]) -> Any:
         case {"$tensor": [str(dtype), list(shape), str(data)], **rest} if not rest:
             return _tensor(dtype, shape, base64.b64decode(data))
     if odd := [key for key in encoded if key.startswith("$")]:
-        raise ValueError(f"{', '.join(odd)} stands for no value")
+        raise ValueError(f"{', '.join(odd)} is not a kind of value that checkpoints have")
     return encoded
 
 
@@ -110,7 +110,7 @@ def _dict(pairs: list[Any]) -> dict[Any, Any]:
     try:
         return dict(pairs)
     except TypeError:  # not pairs, or keys that cannot be hashed
-        raise ValueError("$items stands for no dict") from None
+        raise ValueError("$items has no pairs from which a dict can be made") from None
 
 
 def _tensor(name: str, shape: list[Any], data: bytes) -> Tensor:

@@ -158,7 +158,9 @@ class Uploads:
             before.join()
         if folder != self._next:
             logger.warning(
-                "%s is not copied to %s: the one before took too long", folder, self._url
+                "%s is not copied to %s: a newer one is, as the copy before took too long",
+                folder,
+                self._url,
             )
             return
         self._current, self.fault = folder, None

@@ -217,8 +217,8 @@ class DataConfig:
             )
         if all(part.epochs is not None for part in self.parts):
             raise ValueError(
-                "data.source gives every entry epochs, and would end: leave epochs out of one"
-                " (training.steps says how long a run is)"
+                "data.source limits every entry by epochs, so the data would end: leave epochs out"
+                " of one entry (training.steps says how long a run is)"
             )
         if self.valid_source is not None and self.valid_fraction > 0:
             raise ValueError(
@@ -227,8 +227,8 @@ class DataConfig:
             )
         if self.streaming and (self.valid_fraction or any(part.epochs for part in self.parts)):
             raise ValueError(
-                "data.streaming does not know how many documents there are, so nothing can be held"
-                " out of them, or limited to epochs: give data.valid_source in place of"
+                "data.streaming=true cannot be combined with data.valid_fraction or epochs, since"
+                " the number of documents is not known: give data.valid_source in place of"
                 " data.valid_fraction, and leave epochs out"
             )
         if self.eos_token is not None and self.tokenizer == BYTE_TOKENIZER:

@@ -44,7 +44,7 @@ class _Loader(yaml.SafeLoader):
         if root is not None and (size := _expanded(root, {}).size) > _MOST_CHARACTERS:
             fault = f"aliases repeat values up to more than {_MOST_CHARACTERS:,} characters"
             if size == math.inf:
-                fault = "an alias stands inside of what it repeats"
+                fault = "an alias is inside of the value that it repeats"
             raise ConstructorError(None, None, fault, root.start_mark)
         return root
 

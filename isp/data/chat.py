@@ -184,7 +184,7 @@ class ChatTemplate:
             raise TemplateFailure("'chat_template_kwargs' is not an object")
         template = self._template(tools)
         if reserved := variables.keys() & {"messages", "tools", "add_generation_prompt"}:
-            raise TemplateFailure(f"its variables cannot have the name {min(reserved)}")
+            raise TemplateFailure(f"'chat_template_kwargs' cannot have the key {min(reserved)}")
         named = named_in(template)
         chat = _Conversation(
             self._tokenizer,
@@ -243,7 +243,7 @@ def _written(chat: _Conversation, given: Sequence[Mapping[str, Any]]) -> _Conver
             lost = [what for what in lost if what in found]
     if lost:
         raise ValueError(
-            f"{lost[0]} is not in what the chat template writes: name another template with"
+            f"{lost[0]} does not appear in the rendered conversation: name another template with"
             " data.chat_template (--chat-template)"
         )
     return chat

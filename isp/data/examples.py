@@ -127,8 +127,8 @@ def _pair_format(prefix: Path, asked: Format) -> Format:
         return Format.TOKENS
     if asked is Format.MESSAGES:
         raise ValueError(
-            f"data.format={asked}: {prefix}.bin has no labels beside it: data.format=tokens trains"
-            " all of its tokens, or `isp data prepare` writes labels from a .jsonl file"
+            f"data.format={asked}: there are no labels next to {prefix}.bin: data.format=tokens"
+            " trains all of its tokens, or `isp data prepare` writes labels from a .jsonl file"
         )
     return Format.TOKENS if asked is Format.TOKENS else Format.TEXT
 

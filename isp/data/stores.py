@@ -82,8 +82,8 @@ class EndedStore:
         lacking = np.array(last, dtype=np.int64) != eos_id
         if len(probes) < len(documents) and len(set(lacking.tolist())) == 2:
             logger.warning(
-                "%s: %d of %d documents looked at end with token %d, the tokenizer's end of"
-                " document: the others are taken to be like the most of them",
+                "%s: of the documents that were checked, %d of %d end with token %d, the"
+                " tokenizer's end of document: the others are treated like most of these",
                 *(self.name, int((~lacking).sum()), len(probes), eos_id),
             )
         # A length of one more than in `store` means that `read` adds eos to the document.

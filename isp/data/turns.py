@@ -257,8 +257,8 @@ def _check_weight(turn: dict[str, Any], where: str) -> None:
         return
     if type(weight) not in (int, float) or weight not in (0, 1):
         raise ValueError(
-            f"{where} has the weight {weight!r}: 0 leaves an assistant's message out of the loss, 1"
-            " is as without"
+            f"{where} has the weight {weight!r}: write 0 to leave an assistant's message out of the"
+            " loss, or leave the weight out"
         )
     if weight == 1 and turn["role"] != "assistant":
         raise ValueError(

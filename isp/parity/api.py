@@ -59,8 +59,8 @@ def keys_from(overrides: Sequence[str], given: str, *, folder: str | None = None
     # Each layout sets sizes and modes, so overrides of these would be ignored silently.
     if Layout(1, 1).of(keys.parallel) != keys.parallel:
         raise ConfigError(
-            "sizes and modes of parallel are layouts, of which several are checked:"
-            " give them by --layouts, such as --layouts 2x4,mtp2"
+            "the checked layouts set sizes and modes of parallel: leave these keys out, and name"
+            " layouts, such as --layouts 2x4,mtp2"
         )
     keys.model.check_beside(given)
     return keys
@@ -153,5 +153,8 @@ def _subject_of(model: nn.Module, layers: int = 2, how: ModelConfig = _DEFAULT) 
         if isinstance(small.model, type(model)):
             return small
     if any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
-        raise ValueError("isp.check runs a module with its weights: make it on the CPU")
+        raise ValueError(
+            "isp.check needs the weights of a module, but some are on the meta device: make it on"
+            " the CPU"
+        )
     return Subject.of_module(model, how)

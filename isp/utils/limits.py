@@ -122,12 +122,12 @@ def check_in_child(
 
 def _time_fault(what: str, seconds: float) -> str:
     """Return the error text for code that takes too long."""
-    return f"{what} takes more than {seconds:g} s, the limit of it: it may never end"
+    return f"{what} takes more than {seconds:g} s, its limit: it may never end"
 
 
 def _memory_fault(what: str, most_bytes: int) -> str:
     """Return the error text for code that takes too much memory."""
-    return f"{what} takes more than {most_bytes / 2**30:g} GiB of memory, the limit of it"
+    return f"{what} takes more than {most_bytes / 2**30:g} GiB of memory, its limit"
 
 
 def _memory() -> tuple[int, int]:

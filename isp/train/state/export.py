@@ -161,7 +161,7 @@ def _plan(
     if kept["model"].get("hf") is not None:
         if source is None:
             raise ValueError(
-                f"model.hf={kept['model']['hf']} is not there any more: its {CONFIG_FILE} is needed"
+                f"model.hf={kept['model']['hf']} no longer exists: its {CONFIG_FILE} is needed"
             )
         return _plan_as_named(weights, source, dtype, kept["model"].get("hf_overrides"))
     section = _model(weights.info, kept["model"])

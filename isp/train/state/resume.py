@@ -383,15 +383,15 @@ def _why_not_resumed(
     finished = f"not resumed: {run.path} finished at step {finished_step}"
     if own is None or own.step >= config.training.steps:
         return (
-            f"{finished}; this is a new run (more training.steps resume the finished one, another"
-            " job.name keeps runs apart)"
+            f"{finished}; this is a new run (to resume the finished one, increase training.steps;"
+            " to keep runs apart, use another job.name)"
         )
     refused, _ = compare(own, config, topology)
     if not refused or config.checkpoint.allow_changes:
         return ""
     return (
         f"{finished}, with another model or other data ({'; '.join(refused)}); this is a new run"
-        " (another job.name keeps runs apart)"
+        " (to keep runs apart, use another job.name)"
     )
 
 

@@ -162,7 +162,8 @@ class RunCheckpoints:
                 if left <= 0:
                     raise CheckpointError(
                         f"{error} The last save of the run was tried for {given} s"
-                        f" (checkpoint.last_save_retry_seconds): steps after them are lost."
+                        f" (checkpoint.last_save_retry_seconds): steps since the checkpoint before"
+                        f" are lost."
                     ) from None
                 logger.error("%s Trying again for %.0f s: make room there.", error, left)
             # Count down instead of reading a clock: each attempt is a collective, so all ranks have
