@@ -186,9 +186,10 @@ class Manifest(BaseModel):
     def check(
         self, folder: Path, names: Iterable[str] | None = None, *, contents: bool = True
     ) -> None:
-        """Raise Damaged unless the files in `folder` are as they were written (None: all files).
+        """Raise Damaged unless the files in `folder` are as they were written.
 
-        Compares sizes, and with `contents` also checksums, for which it reads every byte.
+        `names`: files to check; None: all. Compares sizes, and with `contents` also checksums, for
+        which it reads every byte.
         """
         for name in self.files if names is None else names:
             record = self.files[name]

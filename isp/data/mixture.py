@@ -16,7 +16,8 @@ __all__ = ["MixedDataset", "MixedPart"]
 
 _RANGE = 1 << 32
 _STEP = 0x9E3779B1
-"""`_RANGE` divided by the golden ratio; odd, so that its multiples reach every number below it."""
+"""About `_RANGE` divided by the golden ratio, which spreads its multiples evenly; odd, so that they
+reach every number below `_RANGE`."""
 
 
 class MixedPart(NamedTuple):

@@ -140,7 +140,7 @@ class Engine:
             bounds = F.pad(packed.cumsum(0), (1, 0)).to(torch.int32)
         num, rows = len(tokens) + padding, pinned_memory.send(asked, self._device)
 
-        # Pick tokens before the head: logits of all T tokens would not fit into memory.
+        # Pick tokens before the head: logits of all T tokens may not fit into memory.
         def pick(x: Tensor) -> Tensor:
             return x.index_select(1, rows) if x.shape[1] == num else self._joined(x, rows)
 

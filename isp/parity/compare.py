@@ -307,7 +307,7 @@ class Check:
 
 
 class _WatchedOptimizer(Zero1Optimizer):
-    """Optimizer that keeps a copy of the reduced gradients: a step clips them in place."""
+    """Optimizer that keeps a copy of the reduced gradients, which a step overwrites."""
 
     reduced: dict[str, Tensor]
     """Gradients of this rank's shards, by name."""

@@ -168,7 +168,7 @@ class Trainer:
             # The previous process saved this step, but ended before its record or its evaluation
             # was in the metrics file: write them now, from the record in the checkpoint.
             if outputs.lacks_last and begun.record is not None:
-                logger.info("step %d was saved without its record: completing it", self.step)
+                logger.info("completing step %d: its record or evaluation is missing", self.step)
                 stopped = self._report(begun.record, outputs)
             self._meter.restart()
             first = self.step + 1

@@ -100,9 +100,10 @@ class MemoryGuard:
         self._owners: Callable[[], Mapping[str, int]] = dict
 
     def watch(self, where: Callable[[], str], owners: Callable[[], Mapping[str, int]]) -> None:
-        """Set the functions that the error asks: for the rank's current work, and `memory_owners`.
+        """Set the functions that give the error its text: the rank's current work, and its owners.
 
-        Until this is called, the error says that the model was being built.
+        Owners are as returned by `memory_owners`. Before this call, the error says that the model
+        was being built.
         """
         self._where, self._owners = where, owners
 
