@@ -1,7 +1,7 @@
 """A runtime and trainer for long-context language models on PyTorch.
 
-The public names are those below and of `isp.tensor_parallel`, `isp.data_parallel`, `isp.metrics`,
-`isp.profile` and the modules of `isp.integrations`. Every other module is internal.
+Public names are those in `isp.__all__` and in that of `isp.tensor_parallel`, `isp.data_parallel`,
+`isp.metrics`, `isp.profile` and the modules of `isp.integrations`. Every other module is internal.
 """
 
 from importlib import import_module
@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 
 __version__ = "0.1.0"
 
-# For type checkers and editors; `_NAMES` is the same list. A test compares them.
+# Type checkers and editors do not run `__getattr__` below, so they read these imports. `_NAMES` is
+# the same list; a test compares the two.
 if TYPE_CHECKING:
     # isort: off
     from isp.core.attention.api import attention as attention
@@ -91,7 +92,8 @@ _NAMES = {
     "isp.models.huggingface.patches.calls": ["register_mixer"],
     "isp.parity.api": ["CheckResult", "check"],
 }
-"""The public names of each module. A module is imported when one of its names is first used."""
+"""Public names by module. A module is imported only when one of its names is first used, so that
+`import isp` is fast and does not load torch."""
 
 _HOMES = {name: module for module, names in _NAMES.items() for name in names}
 

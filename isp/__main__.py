@@ -1,10 +1,7 @@
-"""The command `isp`, `python -m isp` and `torchrun -m isp`: the same program.
+"""The program behind `isp`, `python -m isp` and `torchrun -m isp`.
 
-[Note: Leaving] Threads of torch, such as gloo's, still run when a command is over. One that calls
-into Python while the interpreter is torn down aborts the process: a run that is done would end with
-SIGABRT, and be started again. So the command leaves without tearing anything down, once all that
-writes is closed. Handlers that libraries registered for the exit, such as those of trackers, get
-`_EXIT_SECONDS`. `isp.parallelize` leaves that to the program that calls it.
+It ends with `os._exit`, without tearing down the interpreter. See [Note: Leaving] in
+docs/design/notes/train.md.
 """
 
 import atexit
@@ -20,24 +17,25 @@ from isp.utils.environment import launched
 __all__ = ["run"]
 
 _EXIT_SECONDS = 60.0
-"""Time that exit handlers of libraries have, together, before the process leaves without them."""
+"""Time that all exit handlers of libraries have together. After that, the process ends anyway."""
 
 
 def run() -> NoReturn:
-    """Run the command line of this process, and end the process."""
+    """Run the command line of this process, and end the process with its exit code."""
     _open_closed()
     try:
         code = main()
-    except SystemExit as stop:  # argparse's
+    except SystemExit as stop:  # raised by argparse; its code may be None or a text
         code = stop.code if isinstance(stop.code, int) else int(stop.code is not None)
     if code == 0 or not launched():
         late = threading.Timer(_EXIT_SECONDS, _leave_late, [code])
         late.daemon = True
         late.start()
-        atexit._run_exitfuncs()
+        atexit._run_exitfuncs()  # `os._exit` below does not call them
         late.cancel()
-    # Else transfers of a rank that failed are still under way: what ends them could wait for ever.
-    with suppress(OSError):  # of a pipe whose reader has gone
+    # Not for a launched rank that failed: its transfers are still in flight, and an exit handler
+    # that ends them could wait forever for other ranks.
+    with suppress(OSError):  # a closed pipe: nothing reads the output any more
         sys.stdout.flush()
         sys.stderr.flush()
     os._exit(code)
@@ -46,21 +44,22 @@ def run() -> NoReturn:
 def _open_closed() -> None:
     """Open the null device for each standard stream that the shell has closed (`>&-`).
 
-    Otherwise Python sets the stream to None, and the next file opened gets its descriptor, and so
-    what ranks and libraries print.
+    Otherwise the next file that is opened gets the descriptor of that stream, and so everything
+    that ranks and libraries print. Python itself sets such a stream to None.
     """
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         if getattr(sys, name) is None:
-            null = os.open(os.devnull, os.O_RDWR)  # the lowest free number, which may be another's
+            # This gets the lowest free descriptor, which may not be that of the stream.
+            null = os.open(os.devnull, os.O_RDWR)
             if null != number:
                 os.dup2(null, number)
                 os.close(null)
-            os.set_inheritable(number, True)  # for ranks
+            os.set_inheritable(number, True)  # for ranks that this process starts
             setattr(sys, name, os.fdopen(number, "r" if number == 0 else "w"))
 
 
 def _leave_late(code: int) -> None:
-    """End the process although an exit handler still runs."""
+    """End the process with `code` although an exit handler still runs; a timer calls this."""
     with suppress(OSError):
         sys.stderr.write(
             f"warning: an exit handler of a library still runs after {_EXIT_SECONDS:g} s, so this"

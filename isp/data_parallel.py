@@ -1,4 +1,4 @@
-"""Data parallelism around any module."""
+"""Public names for data parallelism: replicas of any module, with summed gradients."""
 
 from isp.core.data_parallel import DataParallelBucket, DataParallelNaive
 from isp.core.optim.buckets import BucketManager

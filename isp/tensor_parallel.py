@@ -1,7 +1,7 @@
-"""The tensor-parallel toolkit: everything to split your own model over a group of ranks.
+"""Megatron-LM's tensor-parallel toolkit: layers and collectives to split a model of your own.
 
-Nothing here keeps state of its own: a group is a `Channel` that is handed over, random streams are
-a tracker that is handed over, and several toolkits over different groups live side by side.
+Nothing here keeps global state. A group of ranks is a `Channel` that you pass, and random streams
+are an `RngStatesTracker` that you pass, so one program can use several groups.
 """
 
 from isp.core.attention.all_to_all import all_to_all_hp2sp, all_to_all_sp2hp

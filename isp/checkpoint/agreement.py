@@ -1,4 +1,4 @@
-"""Actions that succeed or fail on all ranks together, so that no rank waits for one that failed."""
+"""Actions that succeed on all ranks or fail on all, so that no rank waits for one that failed."""
 
 from __future__ import annotations
 
@@ -21,15 +21,18 @@ logger = logging.getLogger(__name__)
 class CheckpointError(OSError):
     """A checkpoint could not be written or read; the text says why.
 
-    Raised on all ranks; after a failed upload at the end of training, on rank 0 only. The run and
-    earlier checkpoints are intact.
+    It is raised on all ranks, except after a failed upload at the end of training: on rank 0 only.
+    The state of the run and earlier checkpoints are unchanged.
     """
 
 
 def exchange(channel: Channel, value: Plain) -> list[Any]:
-    """Gather `value` from all ranks and return the values in rank order; a collective."""
+    """Gather `value` from all ranks and return the values in rank order; a collective.
+
+    Values are sent as JSON: `torch.distributed.all_gather_object` would unpickle them.
+    """
     data = to_tensor(value)
-    # Values differ in length and an all-gather does not: send the lengths, then padded values.
+    # An all-gather needs equal lengths on all ranks: first gather the lengths, then padded values.
     length = torch.tensor([data.numel()])
     lengths = channel.all_gather(length, tag=Tag(tensor="lengths")).wait().tolist()
     padded = data.new_zeros(max(lengths))
@@ -41,16 +44,16 @@ def exchange(channel: Channel, value: Plain) -> list[Any]:
 def attempt(channel: Channel, what: str, act: Callable[[], Plain]) -> list[Any]:
     """Call `act` on every rank and return the results of all, in rank order; a collective.
 
-    `what` describes the action in errors. Raises CheckpointError on every rank if `act` raised on
-    any of them, naming these ranks and their reasons.
+    `what` describes the action in errors (`WHAT failed on rank 3: ..`). Raises CheckpointError on
+    every rank if `act` raises on any, with these ranks and their errors.
     """
     result: Plain = None
     fault = None
     try:
         result = act()
     except CheckpointException as error:
-        # torch raises this on all ranks, with the errors of those that failed: report only one's
-        # own, or each rank would be named.
+        # torch raises this on all ranks, with the errors of the ranks that failed. Report only the
+        # error of this rank, if it has one, or the text would blame every rank.
         own = error.failures.get(channel.rank)
         fault = None if own is None else _describe(own[0])
     except Exception as error:
@@ -70,6 +73,6 @@ def attempt_first(channel: Channel, what: str, act: Callable[[], Plain]) -> Any:
 
 
 def _describe(error: BaseException) -> str:
-    """Return one line about an error, with its type unless it is a CheckpointError."""
+    """Return the first line of an error, after its type unless it is a CheckpointError."""
     text = str(error).strip().split("\n")[0]
     return text if isinstance(error, CheckpointError) else f"{type(error).__name__}: {text}"

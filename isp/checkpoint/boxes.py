@@ -1,7 +1,7 @@
-"""Planners for torch.distributed.checkpoint: which rank writes, and reads, which boxes of a tensor.
+"""Planners for torch.distributed.checkpoint: which rank writes and reads which boxes of a tensor.
 
 A rank's part of a parameter is a set of boxes: [Note: A shard is a set of boxes]. DTensor has no
-placement for that, so tensors are given to torch as boxes, which it calls chunks.
+placement for that, so torch gets tensors as boxes, which it calls chunks.
 """
 
 from __future__ import annotations
@@ -43,22 +43,22 @@ __all__ = ["BoxLoadPlanner", "BoxSavePlanner", "Piece", "Shard"]
 
 @dataclass(frozen=True, eq=False)
 class Piece:
-    """A box of a global tensor with its data."""
+    """A box of a global tensor, with its data on this rank."""
 
     offsets: tuple[int, ...]
-    """Index of its first element in the global tensor."""
+    """Index of the box's first element in the global tensor, one number for each dim."""
     data: Tensor
     """A view of the tensor that the rank trains, or a copy."""
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """Shape of the box."""
+        """Shape of the box, one number for each dim."""
         return tuple(self.data.shape)
 
 
 @dataclass(frozen=True, eq=False)
 class Shard:
-    """The pieces of a global tensor that this rank has, which may be none."""
+    """The pieces of one global tensor that this rank has; there may be none."""
 
     key: str
     """Name of the tensor in the checkpoint."""
@@ -70,9 +70,10 @@ class Shard:
     def of_rows(
         cls, key: str, local: Tensor, layout: ParameterLayout, rows: Interval | None = None
     ) -> Shard:
-        """Return the shard of `local`, which has `rows` (start, stop) of this rank's part.
+        """Return the shard of `local`: rows `rows` (start, stop) of this rank's part of a tensor.
 
-        `layout` describes that part of the global tensor; `rows` None means all of it.
+        `layout` says which part of the global tensor that is; `rows` None means all its rows.
+        Optimizer states need `rows`: zero1 splits a rank's part of a parameter over more ranks.
         """
         boxes = boxes_of(layout, rows)
         pieces = tuple(Piece(box.offsets, box.view(local)) for box in boxes)
@@ -91,10 +92,10 @@ class Shard:
 
 
 class BoxSavePlanner(SavePlanner):
-    """Assigns every box to one writer: of the ranks that have it, the one with the least bytes.
+    """Plans a save in which each box is written once, by the rank with the least to write so far.
 
-    The state dict is {key: Shard}. Raises ValueError on the coordinator, which torch passes on to
-    all ranks, if the ranks' boxes do not add up to the whole tensors.
+    The state dict is {key: Shard}; several ranks may have the same box. Raises ValueError on the
+    coordinator, which torch raises on all ranks, if the boxes do not add up to whole tensors.
     """
 
     def set_up_planner(
@@ -112,16 +113,18 @@ class BoxSavePlanner(SavePlanner):
         )
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        """Choose the writer of each box, on the coordinator; return a plan for each rank."""
         owners: dict[MetadataIndex, list[int]] = defaultdict(list)
         items: dict[MetadataIndex, WriteItem] = {}
         for rank, plan in enumerate(all_plans):
             for item in plan.items:
                 owners[item.index].append(rank)
+                # Ranks with the same box (key and offsets) must also agree on its size and dtype.
                 if items.setdefault(item.index, item).tensor_data != item.tensor_data:
                     raise ValueError(f"ranks disagree about {item.index.fqn}: {item.tensor_data}")
         loads = [0] * len(all_plans)
         plans: list[list[WriteItem]] = [[] for _ in all_plans]
-        # Assign large boxes first, so that small ones can even out the loads.
+        # Assign large boxes first: small ones can then even out what each rank writes.
         for item in sorted(items.values(), key=_num_bytes, reverse=True):
             writer = min(owners[item.index], key=lambda rank: loads[rank])
             loads[writer] += _num_bytes(item)
@@ -136,12 +139,15 @@ class BoxSavePlanner(SavePlanner):
 
 
 class BoxLoadPlanner(LoadPlanner):
-    """Reads every box of this rank from the saved boxes that overlap it, in any layout.
+    """Plans a load in which each box of this rank is read from the saved boxes that overlap it.
 
-    The state dict is {key: Shard}; `sources` has for each key the saved tensor and its rows. Values
-    are converted to the dtype of the box. `required` has for some saved tensors the keys that must
-    be loaded from them, over all ranks. Raises ValueError for a box that the checkpoint does not
-    have, and, on the coordinator, if no rank loads one of these keys.
+    The layout of the save does not matter. The state dict is {key: Shard}. Values are converted to
+    the dtype of the box.
+
+    `sources`: for each key, the saved tensor to read, and the rows of it. `required`: for some
+    saved tensors, keys that ranks must load from them, all ranks together; a tensor without any
+    means that the checkpoint is of another model. Raises ValueError if the checkpoint lacks a box,
+    and, on the coordinator, if a required key is not loaded.
     """
 
     def __init__(
@@ -168,6 +174,7 @@ class BoxLoadPlanner(LoadPlanner):
         return LoadPlan([item for shard in self._shards.values() for item in self._reads(shard)])
 
     def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
+        """Check on the coordinator that the ranks load all required keys; change no plan."""
         loaded = {item.dest_index.fqn for plan in global_plan for item in plan.items}
         unread = [key for key, needed in self._required.items() if not loaded.issuperset(needed)]
         if unread:
@@ -183,20 +190,21 @@ class BoxLoadPlanner(LoadPlanner):
         raise AssertionError(f"{read_item.storage_index.fqn} is no tensor")
 
     def resolve_tensor(self, read_item: ReadItem) -> Tensor:
-        """Return the view of a box of this rank that `read_item` fills; torch copies into it."""
+        """Return the part of a box of this rank that `read_item` fills: a view to copy into."""
         block = self._pieces[read_item.dest_index].data
         for dim, start in enumerate(read_item.dest_offsets):
             block = block.narrow(dim, start, read_item.lengths[dim])
         return block
 
     def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
-        pass  # `tensor` is a view of the box: it is filled already
+        """Do nothing: `tensor` is a view of the box, which is filled already."""
 
     def _reads(self, shard: Shard) -> list[ReadItem]:
-        """Return the reads that fill the boxes of one shard.
+        """Return torch's read items that fill the boxes of one shard.
 
-        Raises ValueError if the saved tensor has another shape, or not all of the elements.
+        Raises ValueError if the saved tensor has another shape, or lacks elements of a box.
         """
+        # The saved tensor may have more rows than the parameter, which begins at row `first` there.
         source, first, _ = rows = self._sources[shard.key]
         saved = self._saved[source]
         assert isinstance(saved, TensorStorageMetadata)
@@ -204,12 +212,14 @@ class BoxLoadPlanner(LoadPlanner):
             raise ValueError(
                 f"{source} has shape {tuple(saved.size)} in the checkpoint, the run needs {shape}"
             )
+        # torch's function takes one key for source and destination: put the piece's in place.
         reads = [
             dataclasses.replace(read, dest_index=MetadataIndex(shard.key, piece.offsets))
             for piece in shard.pieces
             for read in create_read_items_for_chunk_list(source, saved, [_chunk(piece, first)])
         ]
-        # Boxes that `BoxSavePlanner` wrote do not overlap, so equal counts mean that all is read.
+        # Saved boxes do not overlap (`BoxSavePlanner`). So if the reads have as many elements as
+        # the boxes, they fill them.
         needed = sum(p.data.numel() for p in shard.pieces)
         found = sum(math.prod(read.lengths) for read in reads)
         if found != needed:
@@ -220,7 +230,7 @@ class BoxLoadPlanner(LoadPlanner):
 
 
 def _by_index(shards: Mapping[str, Shard]) -> dict[MetadataIndex, Piece]:
-    """Return all pieces by torch's index of a box: the key and the offsets."""
+    """Return all pieces of `shards` by torch's index of a chunk: the key and the offsets."""
     return {
         MetadataIndex(shard.key, piece.offsets): piece
         for shard in shards.values()
@@ -229,16 +239,19 @@ def _by_index(shards: Mapping[str, Shard]) -> dict[MetadataIndex, Piece]:
 
 
 def _chunk(piece: Piece, first: int = 0) -> ChunkStorageMetadata:
-    """Return the box of a piece in a saved tensor whose row `first` is row 0 of the global one."""
+    """Return a piece's box as torch describes it, in the saved tensor.
+
+    `first` is the row of the saved tensor at which the piece's global tensor begins.
+    """
     row, *others = piece.offsets
     return ChunkStorageMetadata(torch.Size((row + first, *others)), torch.Size(piece.sizes))
 
 
 def _write_item(shard: Shard, piece: Piece) -> WriteItem:
-    """Return torch's description of a piece that this rank could write."""
+    """Return torch's write item for a piece that this rank has, and may be chosen to write."""
     return WriteItem(
         index=MetadataIndex(shard.key, piece.offsets),
-        type=WriteItemType.SHARD,
+        type=WriteItemType.SHARD,  # a chunk of a tensor, whose data `resolve_data` returns
         tensor_data=TensorWriteData(
             chunk=_chunk(piece),
             properties=TensorProperties(dtype=shard.dtype),
@@ -248,13 +261,16 @@ def _write_item(shard: Shard, piece: Piece) -> WriteItem:
 
 
 def _num_bytes(item: WriteItem) -> int:
-    """Return the size of a box in bytes."""
+    """Return the bytes of the box that `item` would write."""
     assert item.tensor_data is not None
     return math.prod(item.tensor_data.chunk.sizes) * item.tensor_data.properties.dtype.itemsize
 
 
 def _metadata(items: list[WriteItem]) -> Metadata:
-    """Return the metadata of the checkpoint; raise ValueError if a tensor is not complete."""
+    """Return torch's table of contents for the boxes in `items`.
+
+    Raises ValueError if the boxes of a tensor do not have as many elements as the tensor.
+    """
     saved: dict[str, TensorStorageMetadata] = {}
     for item in items:
         data = item.tensor_data

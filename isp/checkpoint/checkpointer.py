@@ -1,12 +1,7 @@
-"""`Checkpointer`: saves a run, chooses the newest good checkpoint, loads it into any layout.
+"""`Checkpointer`: saves a run, chooses the newest good checkpoint, and loads it into any layout.
 
-[Note: Why not async_save] `torch.distributed.checkpoint.async_save` ends when each rank has written
-its files and rank 0 the table of contents. A checkpoint of ISP is published after that, when all
-ranks have exchanged files and checksums. That exchange has to run in the same thread as the
-collectives of the save, or the two would mix on the process group. So the thread is ISP's own, and
-runs the same code as a save in the foreground. Torch's process in place of a thread
-(`AsyncCheckpointerType.PROCESS`) would start slowly, need process groups of its own, and outlive a
-rank that is killed.
+Saves in the background have a thread of ISP's own in place of torch's `async_save`. See
+[Note: Why not async_save] in docs/design/notes/checkpoints.md.
 """
 
 from __future__ import annotations
@@ -60,17 +55,17 @@ __all__ = ["CheckpointInfo", "Checkpointer"]
 logger = logging.getLogger(__name__)
 
 _REPORTED_SECONDS = 0.1
-"""Waiting time for an earlier save above which it is logged."""
+"""A wait for an earlier save is logged if it takes longer than this."""
 _LAST_SECONDS = 60.0
-"""Time limit for a save in flight, and for a copy, after the run has failed."""
+"""Longest wait for a save in flight, and for a copy to a store, after the run has failed."""
 
 
 class Checkpointer:
-    """Checkpoints of a run in `folder`, on storage shared by all ranks.
+    """Saves and loads checkpoints of a run in `folder`, which all ranks share.
 
     All methods except `wait` are collectives over the world: every rank calls them in the same
-    order. They use a process group of their own on CPU, created here (also a collective), so that
-    a save in the background does not mix with the run's collectives.
+    order. They use a process group of their own on CPU, created here (also a collective): a save in
+    the background could otherwise meet a collective of the run on the same group.
 
     With `async_mode: async`, `save` returns when the state has been copied to CPU memory, and a
     thread writes and publishes it. At most one save is in flight. Leaving the object as a context
@@ -88,7 +83,7 @@ class Checkpointer:
     ) -> None:
         self.folder = CheckpointFolder(Path(folder))
         self.write_seconds = 0.0
-        """Time that writing the last checkpoint took, in the foreground or the background."""
+        """Seconds that writing the last checkpoint took, in the foreground or the background."""
         self._config = config
         self._channel = _own_channel(world, timeout_seconds)
         self._first = self._channel.rank == 0
@@ -101,7 +96,7 @@ class Checkpointer:
     def at(self, folder: Path, *, keep_latest_k: int = 0) -> Self:
         """Return a checkpointer for another folder that uses the same process group.
 
-        No save may be in flight. The copy uploads nothing.
+        No save may be in flight. The returned one copies nothing to `upload_to`.
         """
         assert self._flight is None
         other = copy.copy(self)
@@ -117,12 +112,14 @@ class Checkpointer:
         if kind is None:
             self.wait()
         elif self._flight is not None:
-            # If all ranks end for one reason, they finish the save; a rank that is gone does not.
+            # If all ranks leave for the same reason, they finish the save. If one is gone, its part
+            # of the save never comes: wait for a limited time.
             self._flight.join(_LAST_SECONDS)
             if not self._flight.over:
                 logger.warning(
-                    "the save of step %d does not finish: training ends without it",
+                    "the save of step %d has not finished within %.0f s: the run ends without it",
                     self._flight.step,
+                    _LAST_SECONDS,
                 )
         if self._uploads is not None:
             self._uploads.wait(None if kind is None else _LAST_SECONDS)
@@ -133,9 +130,10 @@ class Checkpointer:
         return None if self._uploads is None else self._uploads.fault
 
     def upload_again(self, info: CheckpointInfo) -> None:
-        """Copy a checkpoint to `upload_to` in the background, unless the same one is there.
+        """Copy a checkpoint to `upload_to` in the background, unless the store has it already.
 
-        Called by the run that resumes from it: the run that saved it may have failed to copy it.
+        A run calls this for the checkpoint that it resumes from: the run that saved it may have
+        ended before it was copied.
         """
         if self._uploads is not None:
             self._uploads.put(info.path, only_missing=True)
@@ -152,26 +150,29 @@ class Checkpointer:
         local: Mapping[str, Plain] | None = None,
         wait: bool = False,
     ) -> None:
-        """Save after `step` steps and `tokens` consumed tokens, and publish as `step_<step>`.
+        """Save the state after `step` steps and `tokens` tokens, and publish it as `step_<step>`.
 
-        `shared` are plain values that are equal on all ranks (rank 0's are kept). `local` are plain
-        values of each rank, which only a run with the same layout gets back. With `wait`, for the
-        last save of a run, the checkpoint is published on return, also in async mode.
+        `shared`: plain values that are equal on all ranks; those of rank 0 are saved. `local`:
+        plain values of each rank, which only a run with the same layout gets back. With `wait`, the
+        checkpoint has been published on return, also in async mode.
 
         Raises CheckpointError on all ranks if the save fails on any: the run may continue, and
         older checkpoints are unchanged. A failure in the background is logged when it happens and
-        raised by `wait`. The next `save` waits for the one in flight, logs that if it takes time,
-        and saves even if the other has failed.
+        raised by `wait`. If a save is in flight, this waits for it first (logged, if it takes
+        time), and then saves even if the earlier save has failed.
         """
-        # Before the copy below: the thread may still read the staging memory.
-        if self._flight is not None and (before := self._flight).join() > _REPORTED_SECONDS:
-            logger.info("step %d waited until step %d was saved", step, before.step)
+        # Wait for an earlier save before the copy below: its thread may still read the staging
+        # memory, which `_Staging.copy` overwrites.
+        if self._flight is not None and (waited := self._flight.join()) > _REPORTED_SECONDS:
+            before = self._flight.step
+            logger.info("step %d waited %.1f s until step %d was saved", step, waited, before)
         self._flight = None
         background = self._config.async_mode == "async" and not wait
         shards: dict[str, Shard] = {}
 
         def collect() -> None:
-            # An error here (a value that is not plain, no memory for copies) ends all ranks' save.
+            # Raises for a value that is not plain, or without memory for copies: `attempt` then
+            # ends the save on all ranks, before any enters torch's collective `save`.
             mine = Shard.whole(local_key(self._channel.rank), to_tensor(dict(local or {})))
             found = {**saved_shards(state), mine.key: mine}
             to_json(dict(shared or {}))
@@ -194,7 +195,7 @@ class Checkpointer:
             self._write(manifest, shards)
 
     def wait(self) -> None:
-        """Wait for the save in flight and raise its error, if it had one, once."""
+        """Wait for the save in flight, and raise its error if it failed; a second call does not."""
         flight, self._flight = self._flight, None
         if flight is not None:
             flight.join()
@@ -202,21 +203,25 @@ class Checkpointer:
                 raise flight.error
 
     def _write_in_background(self, manifest: Manifest, shards: dict[str, Shard]) -> None:
-        """Write and publish in the thread of a save; log an error and raise it for `wait`."""
+        """Write and publish a checkpoint in the thread of a save.
+
+        Logs an error when it happens, since `wait` may raise it much later.
+        """
         try:
             self._write(manifest, shards)
         except CheckpointError as error:
             if self._first:
                 logger.error("%s The run continues.", error)
             raise
-        except Exception as error:  # a collective failed, so those of the run will fail too
+        except Exception as error:  # a collective failed: a rank is gone, and the run will fail too
             logger.error("saving step %d failed: %s", manifest.step, error)
             raise
 
     def _write(self, manifest: Manifest, shards: dict[str, Shard]) -> None:
-        """Write the shards, publish the checkpoint, delete old ones and start its upload.
+        """Write the shards, publish the checkpoint, delete old ones, and start the upload.
 
-        Raises CheckpointError on all ranks if a step before the deletion fails on any.
+        Raises CheckpointError on all ranks if writing or publishing fails on any. A failed deletion
+        or upload is only logged.
         """
         step, begin = manifest.step, time.perf_counter()
         what = f"saving {self.folder.published(step)}"
@@ -231,7 +236,7 @@ class Checkpointer:
         except CheckpointError as error:
             if self._first:
                 self.folder.abandon(step)
-            raise CheckpointError(f"{error}. Older checkpoints are as they were.") from None
+            raise CheckpointError(f"{error}. Older checkpoints are unchanged.") from None
         seconds = self.write_seconds = time.perf_counter() - begin
         if self._first:
             mib = complete.num_bytes / 2**20
@@ -242,7 +247,7 @@ class Checkpointer:
                 self._uploads.put(path)
 
     def _write_shards(self, step: int, shards: dict[str, Shard]) -> Plain:
-        """Write this rank's boxes and return (bytes, sha256) of each file, by name."""
+        """Write the boxes assigned to this rank; return (bytes, sha256) of each file, by name."""
         writer = CheckedWriter(self.folder.temporary(step))
         with quietly():
             save(
@@ -255,19 +260,20 @@ class Checkpointer:
         return {name: list(record) for name, record in writer.records.items()}
 
     def _publish(self, manifest: Manifest) -> None:
-        """Check that rank 0 sees the files of all ranks, write the manifest, rename the folder."""
+        """Check on rank 0 that the files of all ranks are there; write the manifest and publish."""
         folder = self.folder.temporary(manifest.step)
         try:
             manifest.check(folder, contents=False)
         except Damaged as fault:
             raise CheckpointError(
-                f"{fault}: do all ranks write to the same file system, as they must?"
+                f"{fault}: do all ranks write to the same file system? Name a folder that all"
+                f" machines share"
             ) from None
         manifest.write(folder)
         self.folder.publish(manifest.step)
 
     def _prune(self, step: int) -> None:
-        """Delete old checkpoints, except those that are being uploaded; only log failures."""
+        """Delete old checkpoints, except those that are being uploaded; log a failure."""
         try:
             used = [] if self._uploads is None else self._uploads.unfinished()
             self.folder.prune(self._config.keep_latest_k, newest=step, used=used)
@@ -277,19 +283,20 @@ class Checkpointer:
     # -- loading -----------------------------------------------------------------------------
 
     def choose(self, find: Callable[[], Candidates] | None = None) -> CheckpointInfo | None:
-        """Return the first good one of the candidates that `find` returns on rank 0, or None.
+        """Return the first undamaged candidate of those that `find` returns on rank 0, or None.
 
-        Without `find`, these are the checkpoints of the folder, the newest first. Verifies every
-        byte. Raises CheckpointError if `find` raises, or all candidates are damaged.
+        Without `find`, the candidates are the checkpoints of the folder, the newest first. Verifies
+        every byte. Raises CheckpointError if `find` raises, or all candidates are damaged.
         """
         if self._flight is not None:
             self._flight.join()
         return choose(find or (lambda: candidates_in(self.folder)), self._channel)
 
     def choose_initial(self, path: Path) -> CheckpointInfo:
-        """Return the checkpoint at `path`, or the newest good one in a folder of them or a run's.
+        """Return the checkpoint at `path`, or the newest undamaged one in that folder.
 
-        Verifies every byte. Raises CheckpointError if there is none, or all are damaged.
+        `path` is a checkpoint, a folder of checkpoints, or a run's folder. Verifies every byte.
+        Raises CheckpointError if there is no checkpoint, or all are damaged.
         """
         found = self.choose(lambda: candidates_at(path))
         assert found is not None
@@ -300,10 +307,10 @@ class Checkpointer:
     ) -> Resumed:
         """Load a checkpoint of any layout into the parameters and optimizer of `state`.
 
-        With `weights_only`, only weights and master weights are loaded. If single weights now have
-        another update rule, their optimizer states begin at zero, with a warning. Raises, on all
-        ranks, ValueError if the optimizer states are of another rule, and CheckpointError if the
-        checkpoint is of another model or cannot be read.
+        With `weights_only`, only weights and master weights are loaded. If some weights now have
+        another update rule, their optimizer states begin at zero, with a warning. Raises ValueError
+        on all ranks if the saved optimizer states are of another rule, and CheckpointError on all
+        ranks if the checkpoint is of another model or cannot be read.
         """
         what = f"loading {info.path}"
         manifest, optimizer = info.manifest, state.optimizer
@@ -314,10 +321,11 @@ class Checkpointer:
         tasks: list[tuple[dict[str, Shard], BoxLoadPlanner, SafeReader]] = []
         anew: dict[str, list[Shard]] = {}
 
-        # The three parts below are separate so that no rank enters torch's collective `load` if
-        # another cannot prepare for it.
+        # Three attempts: prepare, read, decode. If one rank cannot prepare, none enters torch's
+        # collective `load`, which would wait for that rank.
         def prepare() -> str | None:
-            # Returns an error that is the user's to correct, a ValueError on all ranks.
+            # Return an error that the user can correct, which becomes a ValueError on all ranks;
+            # an exception would become a CheckpointError.
             nonlocal local
             metadata = read_metadata(info.path, manifest.files)
             if optimizer is not None and manifest.num_updates < 0 and not weights_only:
@@ -353,9 +361,11 @@ class Checkpointer:
         )
 
     def _begin_anew(self, info: CheckpointInfo, anew: Mapping[str, Sequence[Shard]]) -> None:
-        """Set these optimizer states to zero, as at the first step of a run."""
-        for piece in (piece for of in anew.values() for shard in of for piece in shard.pieces):
-            piece.data.zero_()
+        """Set the optimizer states `anew` to zero, as at the first step of a run, and warn."""
+        for shards in anew.values():
+            for shard in shards:
+                for piece in shard.pieces:
+                    piece.data.zero_()
         if anew and self._first:
             logger.warning(
                 "%s has optimizer states of another update rule for %s: theirs begin at zero",
@@ -364,7 +374,7 @@ class Checkpointer:
             )
 
     def _read(self, shards: dict[str, Shard], planner: BoxLoadPlanner, reader: SafeReader) -> None:
-        """Read the data of `shards` from the files; a collective of torch."""
+        """Read the data of `shards` from the files by torch's `load`, a collective."""
         with torch.no_grad(), quietly():
             load(
                 dict(shards),
@@ -378,23 +388,23 @@ class Checkpointer:
 class _Staging:
     """CPU memory for a copy of the shards, reused by every save; pinned for shards on CUDA.
 
-    It has as many bytes as the shards. torch's `DefaultStager` takes as many as the tensors of
-    which they are views, and in torch 2.11 copies only once.
+    It takes as many bytes as the shards. torch's `DefaultStager` would take as many as the whole
+    tensors of which the shards are views, and in torch 2.11 it copies only the first time.
     """
 
     def __init__(self) -> None:
         self._copies: dict[str, list[Tensor]] = {}
 
     def copy(self, shards: Mapping[str, Shard]) -> dict[str, Shard]:
-        """Copy the shards to CPU, where training does not change them, and wait for the copies.
+        """Return a copy of the shards in CPU memory, which training does not change.
 
-        Overwrites the copy of the call before.
+        Waits until the copies from the device have arrived. Overwrites the copy of the last call.
         """
         copied, devices = {}, set()
         for key, shard in shards.items():
             data = [piece.data for piece in shard.pieces]
             copies = self._copies.get(key, [])
-            # Allocate on the first save, and for local values, whose size changes.
+            # Allocate in the first save, and again for local values, whose size may change.
             if [(c.shape, c.dtype) for c in copies] != [(x.shape, x.dtype) for x in data]:
                 copies = [zeros(x.numel(), x.dtype, x.device).view(x.shape) for x in data]
                 self._copies[key] = copies
@@ -402,20 +412,20 @@ class _Staging:
                 target.copy_(x, non_blocking=True)  # all copies are in flight together
                 devices.add(x.device)
             copied[key] = shard.with_data(copies)
-        for device in devices:
+        for device in devices:  # one wait for all copies, after the last has been queued
             if (arrived := streams.mark(device)) is not None:
                 arrived.synchronize()
         return copied
 
 
 class _Flight:
-    """A save that a thread is writing; if it fails, `error` has its exception."""
+    """A save in flight: a thread that calls `write`. If it fails, `error` has the exception."""
 
     def __init__(self, step: int, write: Callable[[], None]) -> None:
         self.step = step
         self.error: Exception | None = None
         self._write = write
-        # A daemon, so that a process can exit while the thread waits for a rank that is gone.
+        # A daemon thread: else the process could not exit while it waits for a rank that is gone.
         self._thread = threading.Thread(target=self._run, name=f"save step {step}", daemon=True)
         self._thread.start()
 

@@ -1,15 +1,17 @@
 """A folder of checkpoints: names, publishing by a rename, deleting, choosing, and the lock.
 
-    step_20              a checkpoint, published
-    step_30.tmp          one that is being written, or was when the run died
-    step_20.old          one that is being replaced; renamed back if the run dies before it was
-    step_10.deleted      one that is being deleted
+    step_20              a published checkpoint
+    step_30.tmp          a checkpoint that is being written, or was when the process died
+    step_20.old          a checkpoint that is being replaced; `restore` renames it back if the
+                         process died before the new one had its name
+    step_10.deleted      a checkpoint that is being deleted
     .lock                locked by the run that saves here: see `folder_lock`
 
 Only rank 0 calls methods that change files, after it has taken the lock.
 
-A checkpoint is chosen from `Candidates`, in their order, by `choose` (every byte is verified) or by
-`preview` (manifests and file sizes only). Which folder a run looks into is decided by the run.
+A checkpoint is chosen from `Candidates`, in their order, by `choose` (verifies every byte) or by
+`preview` (compares manifests and file sizes only). `isp.train.state.resume` decides which folder a
+run looks into.
 """
 
 from __future__ import annotations
@@ -52,14 +54,14 @@ __all__ = [
 logger = logging.getLogger(__name__)
 
 LAUNCH = "launch"
-"""Key of a manifest's shared values with the time of the launch that saved it."""
+"""Key of the launch's time among the shared values of a manifest."""
 _LOCK = ".lock"
-"""Name of the file that a run locks in the folder to which it saves."""
+"""Name of the file that a run locks in the folder that it saves to."""
 
 _PUBLISHED = re.compile(r"step_(\d+)")
 _LEFT_OVER = re.compile(r"step_(\d+)\.(tmp|old|deleted)")
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
-"""Error numbers of file systems that have no locks."""
+"""Error numbers of flock on file systems without locks."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +84,10 @@ class CheckpointFolder:
         return self.path / f"step_{step}.tmp"
 
     def steps(self) -> list[int]:
-        """Return the published steps, highest first, with those that `restore` can rename back."""
+        """Return the published steps, highest first.
+
+        Steps of which only `step_<n>.old` exists are included, since `restore` renames it back.
+        """
         names = [path.name.removesuffix(".old") for path in self._subfolders()]
         matches = [_PUBLISHED.fullmatch(name) for name in names]
         return sorted({int(match[1]) for match in matches if match}, reverse=True)
@@ -92,15 +97,15 @@ class CheckpointFolder:
         return [path for path in self._subfolders() if _LEFT_OVER.fullmatch(path.name)]
 
     def restore(self) -> None:
-        """Rename back a checkpoint whose replacement did not end: [Note: Replacing]."""
+        """Rename `step_<n>.old` back where the replacement did not end [Note: Replacing]."""
         for path in self.leftovers():
             published = path.with_suffix("")
             if path.suffix == ".old" and not published.exists():
-                with suppress(FileNotFoundError):  # another rank has renamed it
+                with suppress(FileNotFoundError):  # another process has renamed it meanwhile
                     path.rename(published)
 
     def begin(self, step: int) -> None:
-        """Create an empty temporary folder for `step`, and remove leftovers."""
+        """Create an empty temporary folder for `step`; remove leftovers of earlier saves."""
         self.restore()
         for path in self.leftovers():
             logger.info("removing %s, left over from an unfinished save", path)
@@ -110,11 +115,12 @@ class CheckpointFolder:
     def publish(self, step: int) -> None:
         """Rename the temporary folder of `step` to its final name.
 
-        [Note: Replacing] A folder cannot be renamed onto another one that is not empty. An existing
-        checkpoint of the same step (damaged, or of a run that went back) is renamed first, and
-        `restore` renames it back if the process dies before the new one has its name.
+        An existing checkpoint of `step` is replaced, by two renames. See [Note: Replacing] in
+        docs/design/notes/checkpoints.md.
         """
         published, old = self.published(step), self.published(step).with_suffix(".old")
+        # First the folder's entries, then its name: after a power failure, a folder with the final
+        # name must not lack files.
         sync_folder(self.temporary(step))
         replaces = published.exists()
         if replaces:
@@ -122,7 +128,7 @@ class CheckpointFolder:
         self.temporary(step).rename(published)
         sync_folder(self.path)
         if replaces:
-            shutil.rmtree(old, ignore_errors=True)  # if it fails, `begin` of the next save retries
+            shutil.rmtree(old, ignore_errors=True)  # if it fails, the next `begin` tries again
 
     def abandon(self, step: int) -> None:
         """Remove the temporary folder of `step` after a failed save, ignoring errors."""
@@ -133,9 +139,9 @@ class CheckpointFolder:
     def prune(self, keep: int, *, newest: int, used: Sequence[Path] = ()) -> None:
         """Delete all but the `keep` newest checkpoints and those in `used`; 0 keeps all.
 
-        Only sound checkpoints (by manifest and file sizes) count toward `keep`. `newest`, the one
-        just published, is kept even if others have higher steps; none is deleted whose step is
-        higher than that of all that are kept.
+        Only checkpoints that are sound (by manifest and file sizes) count toward `keep`. `newest`,
+        the one just published, is always kept, even if others have higher steps: the run has then
+        gone back. Checkpoints with a step above all kept ones are not deleted.
         """
         if not keep:
             return
@@ -147,12 +153,14 @@ class CheckpointFolder:
                 self._delete(step)
 
     def _delete(self, step: int) -> None:
-        # Rename first: what is half deleted must not look like a checkpoint.
+        """Delete the checkpoint of `step`."""
+        # Rename it first: a process that dies here must not leave half a checkpoint with this name.
         doomed = self.published(step).with_suffix(".deleted")
         self.published(step).rename(doomed)
         shutil.rmtree(doomed)
 
     def _subfolders(self) -> list[Path]:
+        """Return all folders in this folder, sorted; an empty list if it does not exist."""
         if not self.path.is_dir():
             return []
         return sorted(path for path in self.path.iterdir() if path.is_dir())
@@ -163,22 +171,22 @@ class CheckpointFolder:
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointInfo:
-    """A checkpoint that was chosen, after a check of its sizes or of every byte."""
+    """A checkpoint that was chosen, and why; its file sizes or all its bytes were checked."""
 
     path: Path
     manifest: Manifest
     reason: str
-    """Reason for the choice, as part of a sentence."""
+    """Reason for the choice, as the end of a log line: `the newest good one`."""
     passed_over: tuple[str, ...]
-    """Lines on newer checkpoints that are damaged, and on saves that did not end."""
+    """Lines about newer checkpoints that are damaged, and about saves that did not end."""
 
     @property
     def step(self) -> int:
-        """Steps done when it was saved."""
+        """Number of steps done when the checkpoint was saved."""
         return self.manifest.step
 
     def describe(self) -> str:
-        """Return its path, the reason, and a line for each that was passed over."""
+        """Return the path and the reason, then a line for each checkpoint that was passed over."""
         skipped = "".join(f"\n  passed over {line}" for line in self.passed_over)
         return f"{self.path}, {self.reason}{skipped}"
 
@@ -190,18 +198,19 @@ class Candidates(NamedTuple):
     """Path that was searched."""
     paths: list[str]
     reason: str
-    """Reason for these, as part of a sentence."""
+    """Reason for choosing among these, as the end of a log line: `the newest good one`."""
     leftovers: list[str]
-    """Lines on saves that did not end."""
+    """Lines about saves that did not end."""
 
 
 def candidates_in(
     folder: CheckpointFolder, load_step: int | None = None, *, launch: float | None = None
 ) -> Candidates:
-    """Return the checkpoint of `load_step`, or all from the newest on; called on one rank.
+    """Return the checkpoint of `load_step` as the candidate, or all of `folder`, newest first.
 
-    Checkpoints that `launch` has saved come before `load_step`: the run has already gone back to
-    it, and was then started again. Raises ValueError if there is no checkpoint of `load_step`.
+    Call it on one rank. `launch` is the time of the launch, if its ranks were restarted: then the
+    checkpoints that this launch has saved come before that of `load_step`, since the run had gone
+    back to it before. Raises ValueError if there is no checkpoint of `load_step`.
     """
     folder.restore()
     steps, reason = folder.steps(), "the newest good one"
@@ -209,7 +218,8 @@ def candidates_in(
         f"{path.name}: left over from a save that did not end" for path in folder.leftovers()
     ]
     if load_step is not None:
-        # By the launch that saved them, not by time: if a clock was set back, new saves look old.
+        # Go by the launch in their manifests, not by their time: after a clock was set back, new
+        # checkpoints look old.
         newer = [
             step for step in steps if launch is not None and _launch_of(folder, step) == launch
         ]
@@ -228,7 +238,7 @@ def candidates_in(
 
 
 def _launch_of(folder: CheckpointFolder, step: int) -> float | None:
-    """Return the launch that saved the checkpoint of `step`; None if it is not known."""
+    """Return the time of the launch that saved the checkpoint of `step`; None if not known."""
     try:
         return Manifest.read(folder.published(step)).shared.get(LAUNCH)
     except Damaged:
@@ -236,31 +246,41 @@ def _launch_of(folder: CheckpointFolder, step: int) -> float | None:
 
 
 def candidates_at(path: Path) -> Candidates:
-    """Return the checkpoint at `path`, or all in it; raise ValueError if there is none."""
+    """Return the checkpoint at `path`, or all checkpoints in that folder, as candidates.
+
+    Raises ValueError if there is none.
+    """
     return Candidates(str(path), [str(p) for p in checkpoints_at(path)], "as given", [])
 
 
 def newest_at(path: Path) -> CheckpointInfo:
-    """Return the newest of `candidates_at` that `preview` finds sound."""
+    """Return the newest checkpoint at `path` that is sound by its manifest and file sizes.
+
+    `path` is a checkpoint or a folder of them. Raises ValueError if there is none, CheckpointError
+    if all are damaged.
+    """
     found = preview(lambda: candidates_at(path))
     assert found is not None
     return found
 
 
 def choose(find: Callable[[], Candidates], channel: Channel) -> CheckpointInfo | None:
-    """Return the first undamaged one of the candidates that `find` returns on rank 0.
+    """Return the first undamaged candidate of those that `find` returns on rank 0; None without.
 
-    None if it returns none. A collective that verifies every byte, each rank a share of the files.
-    Raises CheckpointError if `find` raises, or all are damaged.
+    A collective. It verifies every byte; each rank reads a share of the files. Raises
+    CheckpointError if `find` raises, or all candidates are damaged.
     """
 
     def verified(path: Path) -> Manifest:
-        """Return the manifest after verifying every byte; raise on all ranks if it is damaged."""
+        """Verify every byte of a checkpoint and return its manifest.
+
+        Raises CheckpointError on all ranks if any rank finds a fault.
+        """
         manifests: list[Manifest] = []
 
         def check_share() -> None:
             manifest = Manifest.read(path)
-            # Sorted by size, so that every rank's share has about as many bytes.
+            # Deal the files out in order of size, so that shares have about equally many bytes.
             by_size = sorted(manifest.files, key=lambda name: manifest.files[name].num_bytes)
             manifest.check(path, by_size[channel.rank :: channel.size])
             manifests.append(manifest)
@@ -273,7 +293,7 @@ def choose(find: Callable[[], Candidates], channel: Channel) -> CheckpointInfo |
 
 
 def preview(find: Callable[[], Candidates]) -> CheckpointInfo | None:
-    """Return the choice of `choose` by manifests and file sizes alone, on one rank."""
+    """Return what `choose` would return, judged by manifests and file sizes, on one rank."""
     return _first_good(find(), Manifest.sound)
 
 
@@ -303,16 +323,17 @@ def _first_good(found: Candidates, verify: Callable[[Path], Manifest]) -> Checkp
 
 
 def checkpoints_at(path: Path) -> list[Path]:
-    """Return the checkpoint at `path`, or if it is a folder of them or a run's, all, newest first.
+    """Return the checkpoint at `path`, or all checkpoints in that folder, newest first.
 
-    Raises ValueError if there is none, with a description of the contents.
+    `path` is a checkpoint, a folder of checkpoints, or a run's folder. Raises ValueError if there
+    is no checkpoint, with a description of what is there.
     """
     if (path / MANIFEST).exists():
         return [path]
     for folder in (CheckpointFolder(path), CheckpointFolder(path / CHECKPOINT_FOLDER)):
         if found := [folder.published(step) for step in folder.steps()]:
             return found
-    if CheckpointFolder.names(path):  # a checkpoint without its manifest, reported as damaged later
+    if CheckpointFolder.names(path):  # without a manifest: the caller reports it as damaged
         return [path]
     raise ValueError(
         f"{path} is not a checkpoint and contains none: it {describe_contents(path)}; name a run"
@@ -321,10 +342,10 @@ def checkpoints_at(path: Path) -> list[Path]:
 
 
 def describe_contents(path: Path) -> str:
-    """Return a description of the contents of `path`, as part of a sentence."""
+    """Return what is at `path`, as the end of a sentence: `is empty`, `holds a.txt, ..`."""
     if not path.is_dir():
         return "is not a folder" if path.exists() else "does not exist"
-    # Without hidden files, and without the folder that every ext4 file system has.
+    # Leave out hidden files, and `lost+found`, which every ext4 file system has.
     names = sorted(p.name for p in path.iterdir() if p.name[0] != "." and p.name != "lost+found")
     if not names:
         return "is empty"
@@ -347,12 +368,12 @@ def folder_lock(folder: Path, name: str = _LOCK, *, waits_for: str = "") -> Iter
     """Context that locks the file `name` in `folder`, so that no other run uses the folder.
 
     The lock ends with the context or with the process. If another run holds it, raises ValueError
-    with the process; with `waits_for`, a description of the holder, logs that and waits instead.
-    On a file system without locks, nothing is locked.
+    with the name of its process. With `waits_for`, a description of what the holder is, it logs
+    that and waits instead. On a file system without locks, nothing is locked.
     """
     try:
         descriptor = open_to_write(folder / name, os.O_RDWR | os.O_CREAT)
-    except PermissionError:  # a file of another user, which can be locked without writing to it
+    except PermissionError:  # a file of another user: locking it needs no right to write
         descriptor = open_to_write(folder / name, os.O_RDONLY)
     try:
         try:
@@ -365,7 +386,8 @@ def folder_lock(folder: Path, name: str = _LOCK, *, waits_for: str = "") -> Iter
                 "waiting for %s: it holds the lock %s, which %s", waits_for, folder / name, holder
             )
             _lock(descriptor, folder, fcntl.LOCK_EX)
-        with suppress(OSError):  # on a full disk the lock holds all the same, only unnamed
+        # Name this process in the file, for errors. On a full disk that fails, but the lock holds.
+        with suppress(OSError):
             os.ftruncate(descriptor, 0)
             os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
         yield
@@ -374,7 +396,7 @@ def folder_lock(folder: Path, name: str = _LOCK, *, waits_for: str = "") -> Iter
 
 
 def check_unlocked(folder: Path) -> None:
-    """Raise ValueError if a run holds the lock of `folder`; creates no file."""
+    """Raise ValueError if a run holds the lock of `folder`; makes no file."""
     try:
         file = open_regular(folder / _LOCK, follow=False)
     except FileNotFoundError:
@@ -384,18 +406,18 @@ def check_unlocked(folder: Path) -> None:
 
 
 def _named_in(descriptor: int) -> str:
-    """Return the process that a lock's file names, as part of a sentence.
+    """Return the process that an open lock file names, as the end of a sentence.
 
-    It may be an earlier holder: a process writes its name into the file after it has locked it, if
-    it may write and the disk has space.
+    It may be an earlier holder: a process writes its name after it has the lock, and only if it may
+    write to the file and the disk has space.
     """
     return f"names {os.pread(descriptor, 200, 0).decode(errors='replace') or 'no process'}"
 
 
 def _lock(descriptor: int, folder: Path, operation: int) -> None:
-    """Call flock with `operation`; raise ValueError if another run holds the lock of `folder`.
+    """Lock an open file in `folder` by flock with `operation`.
 
-    Does nothing on a file system without locks.
+    Raises ValueError if another run holds the lock. Does nothing on a file system without locks.
     """
     try:
         fcntl.flock(descriptor, operation)

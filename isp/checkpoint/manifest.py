@@ -1,8 +1,7 @@
 """`manifest.json`: the files of a checkpoint with their checksums, and plain values.
 
-[Note: What a manifest may say] A checkpoint may come from an unknown source, or be incomplete. So a
-manifest has a size limit, its values are checked for their types, and the files that it names have
-to be regular files in the same folder, whose sizes are compared before they are read.
+A manifest may come from an unknown source, so every value in it is checked. See
+[Note: What a manifest may say] in docs/design/notes/checkpoints.md.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ _MAX_MANIFEST_BYTES = 2**28
 _FORMAT = 1
 """Version of the manifest's format."""
 _NAMED = re.compile(r"step_(\d+)(?:\.tmp)?")
-"""Name of a checkpoint's folder, before or after it is published."""
+"""Name of a checkpoint's folder, after or before it is published."""
 _STRICT = ConfigDict(strict=True, extra="forbid", frozen=True)
 
 
@@ -70,9 +69,10 @@ class FileRecord(NamedTuple):
 
 
 class SavedTopology(BaseModel):
-    """Sizes of the run that saved a checkpoint, which determine how its weights are sharded.
+    """Mode and group sizes of the run that saved a checkpoint: how its weights were sharded.
 
-    Fields are as in `isp.core.mesh.Topology`.
+    Fields are as in `isp.core.mesh.Topology`. Plain values of a rank are loaded only by a run with
+    an equal `SavedTopology`.
     """
 
     model_config = _STRICT
@@ -96,13 +96,13 @@ class Manifest(BaseModel):
     model_config = _STRICT
 
     step: Annotated[int, Field(ge=0, le=_INT32)]  # as training.steps
-    """Steps done when it was saved."""
+    """Number of steps done when the checkpoint was saved."""
     tokens: Count
-    """Tokens consumed by these steps."""
+    """Number of tokens in these steps, over all ranks."""
     num_updates: Annotated[int, Field(ge=-1, le=_INT32)]
-    """Updates of the optimizer, which are the steps that were not skipped; -1: it was not saved."""
+    """Number of optimizer updates: steps that were not skipped; -1: no optimizer was saved."""
     topology: SavedTopology
-    """Sizes and mode of the run that saved it."""
+    """Mode and group sizes of the run that saved the checkpoint."""
     shared: Mapping[str, Any]
     """Plain values that are the same on all ranks."""
     saved_at: Annotated[float, Field(ge=0, le=1e11)]
@@ -112,14 +112,15 @@ class Manifest(BaseModel):
 
     @property
     def num_bytes(self) -> int:
-        """Size of all files together."""
+        """Size in bytes of all files together, without the manifest."""
         return sum(record.num_bytes for record in self.files.values())
 
     def write(self, folder: Path) -> None:
-        """Write `folder`/manifest.json, through to the disk."""
+        """Write `folder`/manifest.json, and wait until the disk has it (fsync)."""
         content = {**dict(self), "topology": self.topology.model_dump()}
         content["files"] = {name: list(record) for name, record in self.files.items()}
         text = to_json({"format": _FORMAT, **content})
+        # The content is a string inside the JSON: the checksum is over exactly these characters.
         whole = {"sha256": hashlib.sha256(text.encode()).hexdigest(), "content": text}
         with (folder / MANIFEST).open("w") as file:
             json.dump(whole, file, indent=1)
@@ -128,7 +129,7 @@ class Manifest(BaseModel):
 
     @classmethod
     def read(cls, folder: Path) -> Manifest:
-        """Return the manifest in `folder`.
+        """Read and return the manifest in the folder of a checkpoint.
 
         Raises Damaged if there is none, its checksum or content is wrong, or its step is not that
         of the folder's name.
@@ -146,7 +147,9 @@ class Manifest(BaseModel):
         if not has_digest:
             raise Damaged(f"{MANIFEST} has a wrong checksum")
         manifest, named = cls._of_content(text), _NAMED.fullmatch(folder.name)
-        if named and int(named[1]) != manifest.step:  # a run would skip, or repeat, steps and data
+        # With a step other than the manifest's, a run would choose the wrong checkpoint, and repeat
+        # or skip steps.
+        if named and int(named[1]) != manifest.step:
             raise Damaged(
                 f"it is of step {manifest.step}, so the folder was renamed or copied: name it"
                 f" step_{manifest.step}"
@@ -155,14 +158,17 @@ class Manifest(BaseModel):
 
     @classmethod
     def sound(cls, folder: Path, *, contents: bool = False) -> Manifest:
-        """Return the manifest in `folder` after `check`; raise Damaged if that finds a fault."""
+        """Return the manifest in `folder` after a check of its files (`check`).
+
+        Raises Damaged if the manifest or a file is not as it was written.
+        """
         manifest = cls.read(folder)
         manifest.check(folder, contents=contents)
         return manifest
 
     @classmethod
     def _of_content(cls, text: str) -> Self:
-        """Return the manifest with the content `text`; raise Damaged if it is not valid."""
+        """Return the manifest whose content is the JSON `text`; raise Damaged if it is invalid."""
         try:
             content = from_json(text)
         except (ValueError, RecursionError) as error:
@@ -180,9 +186,10 @@ class Manifest(BaseModel):
     def check(
         self, folder: Path, names: Iterable[str] | None = None, *, contents: bool = True
     ) -> None:
-        """Raise Damaged unless the files, or those in `names`, are as they were written.
+        """Raise Damaged unless the files in `folder` are as they were written.
 
-        Compares sizes, and with `contents` also checksums, which reads every byte.
+        `names`: files to check; None: all. Compares sizes, and with `contents` also checksums, for
+        which it reads every byte.
         """
         for name in self.files if names is None else names:
             record = self.files[name]
@@ -195,7 +202,10 @@ class Manifest(BaseModel):
 
 
 def fault_of(folder: Path, *, contents: bool = False) -> str:
-    """Return the fault that `Manifest.sound` finds in a checkpoint; "" if there is none."""
+    """Return what is wrong with the checkpoint in `folder`, as text; "" if nothing is.
+
+    Checks as `Manifest.sound` does.
+    """
     try:
         Manifest.sound(folder, contents=contents)
     except Damaged as fault:
@@ -206,7 +216,7 @@ def fault_of(folder: Path, *, contents: bool = False) -> str:
 def open_regular(path: Path) -> BufferedReader:
     """Open the file at `path` for reading; raise Damaged if it is not a regular file."""
     try:
-        return files.open_regular(path, follow=False)  # a link could lead out of the folder
+        return files.open_regular(path, follow=False)  # a link could point out of the folder
     except FileNotFoundError:
         raise Damaged(f"{path.name} is missing") from None
     except OSError as error:
@@ -214,7 +224,7 @@ def open_regular(path: Path) -> BufferedReader:
 
 
 def sync_folder(folder: Path) -> None:
-    """Write the entries of `folder` to the disk, so that a rename survives a power failure."""
+    """Write the directory `folder` to the disk (fsync), so that renames survive a power failure."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

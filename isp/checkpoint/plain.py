@@ -1,4 +1,4 @@
-"""Plain values as JSON text, which, unlike a pickle, runs no code when it is read."""
+"""Plain values as JSON text. Unlike a pickle, JSON runs no code when it is read."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ __all__ = ["Plain", "from_json", "from_tensor", "to_json", "to_tensor"]
 Plain: TypeAlias = (
     "bool | int | float | str | bytes | Tensor | Sequence[Plain] | Mapping[str, Plain] | None"
 )
-"""A value that a checkpoint keeps besides the model's tensors; keys of dicts may be numbers."""
+"""Type of values that a checkpoint keeps in addition to tensors; keys of dicts may be numbers."""
 
 _MOST_LEVELS = 100
-"""Limit of nesting: code that copies or compares a value recurses into its lists and dicts."""
+"""Limit of nesting: code that copies or compares values recurses, and could overflow the stack."""
 
 
 def to_json(value: Plain) -> str:
-    """Return `value` as JSON text.
+    """Return a plain value as JSON text, from which `from_json` makes an equal value.
 
-    Raises TypeError, naming the place, for a value that is not plain, and ValueError for lists and
-    dicts that are nested too deeply.
+    Raises TypeError, with the place in `value`, for anything that is not plain, and ValueError for
+    lists and dicts that are nested too deeply.
     """
     _check_levels(value)
     return json.dumps(_encode(value, "the value"), sort_keys=True, separators=(",", ":"))
@@ -52,7 +52,8 @@ def _check_levels(value: Any) -> None:
     """Raise ValueError for lists and dicts that are nested too deeply, or contain themselves."""
     level = [value]
     for _ in range(_MOST_LEVELS + 1):
-        # By id: a list that contains itself twice would double on each level.
+        # Keep each object once, by its id: a list that contains itself twice would otherwise double
+        # on each level, to 2^100 entries.
         nested = {id(x): x for x in level if isinstance(x, dict | list | tuple)}.values()
         if not nested:
             return
@@ -61,9 +62,10 @@ def _check_levels(value: Any) -> None:
 
 
 def _encode(value: Plain, place: str) -> Any:
-    """Return `value` in types of JSON, with `{"$kind": ..}` for other types.
+    """Return `value` in types of JSON, with objects `{"$kind": ..}` for other types.
 
-    `place` is the expression for it, such as `the value['a'][0]`. Raises TypeError with it.
+    `place` is the expression for `value`, such as `the value['a'][0]`, for the TypeError that is
+    raised if it is not plain.
     """
     if value is None or isinstance(value, bool | int | float | str):
         return value
@@ -78,7 +80,8 @@ def _encode(value: Plain, place: str) -> Any:
         return {"$tuple": [_encode(v, f"{place}[{i}]") for i, v in enumerate(value)]}
     if isinstance(value, list):
         return [_encode(v, f"{place}[{i}]") for i, v in enumerate(value)]
-    # A key that begins with $ would be taken for a kind when it is read.
+    # Dicts with keys that are not strings, or begin with $ (`_decode` would take that for a kind),
+    # are written as lists of pairs.
     if isinstance(value, dict) and all(isinstance(k, str) and k[:1] != "$" for k in value):
         return {k: _encode(v, f"{place}[{k!r}]") for k, v in value.items()}
     if isinstance(value, dict) and all(isinstance(k, str | int | float | None) for k in value):
@@ -87,7 +90,7 @@ def _encode(value: Plain, place: str) -> Any:
 
 
 def _decode(encoded: dict[str, Any]) -> Any:
-    """Return the value that `_encode` wrote as this object; raise ValueError if there is none."""
+    """Return the value of a JSON object that `_encode` wrote; raise ValueError for another."""
     match encoded:
         case {"$bytes": str(data), **rest} if not rest:
             return base64.b64decode(data)
@@ -98,20 +101,20 @@ def _decode(encoded: dict[str, Any]) -> Any:
         case {"$tensor": [str(dtype), list(shape), str(data)], **rest} if not rest:
             return _tensor(dtype, shape, base64.b64decode(data))
     if odd := [key for key in encoded if key.startswith("$")]:
-        raise ValueError(f"{', '.join(odd)} stands for no value")
+        raise ValueError(f"{', '.join(odd)} is not a kind of value that checkpoints have")
     return encoded
 
 
 def _dict(pairs: list[Any]) -> dict[Any, Any]:
-    """Return the dict of `pairs`; raise ValueError if these are no pairs of keys and values."""
+    """Return the dict of `pairs`; raise ValueError if they are not pairs of keys and values."""
     try:
         return dict(pairs)
     except TypeError:  # not pairs, or keys that cannot be hashed
-        raise ValueError("$items stands for no dict") from None
+        raise ValueError("$items has no pairs from which a dict can be made") from None
 
 
 def _tensor(name: str, shape: list[Any], data: bytes) -> Tensor:
-    """Return a tensor of dtype `name` with these bytes; raise ValueError if they do not fit."""
+    """Return the tensor of dtype `name` that has the bytes `data`; raise ValueError if none has."""
     dtype: Any = vars(torch).get(name)
     try:
         return torch.tensor(list(data), dtype=torch.uint8).view(dtype).view(shape)

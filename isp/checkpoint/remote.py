@@ -1,8 +1,9 @@
-"""Copies of checkpoints in an object store, by fsspec.
+"""Copies of checkpoints in an object store (`checkpoint.upload_to`), by fsspec.
 
-    URL/step_20/...      a checkpoint; its manifest is written last and deleted first
+    URL/step_20/...      a copy of a checkpoint; its manifest is written last and deleted first
 
-So a folder without a manifest is not a checkpoint: its upload or its deletion did not end.
+So a folder without a manifest is not a checkpoint: its upload or its deletion did not end. An
+object store cannot rename a folder, as the local disk does to publish a checkpoint.
 """
 
 from __future__ import annotations
@@ -23,7 +24,10 @@ logger = logging.getLogger(__name__)
 
 
 class RemoteCheckpoints:
-    """The checkpoints under `url` (`s3://bucket/run`); methods raise the errors of fsspec."""
+    """The checkpoints under `url`, such as `s3://bucket/run`.
+
+    Methods raise the exceptions of fsspec and of its file systems, which may be of any type.
+    """
 
     def __init__(self, url: str) -> None:
         from fsspec.core import url_to_fs
@@ -31,19 +35,22 @@ class RemoteCheckpoints:
         self._system, self._root = url_to_fs(url.rstrip("/"))
 
     def steps(self) -> list[int]:
-        """Return the steps of complete checkpoints, newest first."""
+        """Return the steps of the copies that have a manifest, newest first."""
         self._system.invalidate_cache()  # fsspec caches listings, and other programs may write
         found = self._system.glob(f"{self._root}/step_*/{MANIFEST}")
         names = [path.split("/")[-2].removeprefix("step_") for path in found]
         return sorted((int(name) for name in names if name.isdecimal()), reverse=True)
 
     def upload(self, folder: Path, *, keep: int) -> None:
-        """Copy the published checkpoint `folder`; of it and older ones keep `keep`, or all if 0."""
+        """Copy the published checkpoint `folder` to the store, and delete older copies.
+
+        The `keep` newest up to this one stay; 0: all. Copies of later steps are not deleted.
+        """
         step = int(folder.name.removeprefix("step_"))
         if step in self.steps():
             self._delete(step)
         self._system.makedirs(self._at(step), exist_ok=True)
-        # The manifest last: until then the copy does not count as a checkpoint.
+        # Copy the manifest last: until then the folder does not count as a checkpoint.
         for name in sorted(os.listdir(folder), key=lambda name: name == MANIFEST):
             self._system.put_file(str(folder / name), f"{self._at(step)}/{name}")
         older = [other for other in self.steps() if other < step]
@@ -53,7 +60,7 @@ class RemoteCheckpoints:
     def has(self, folder: Path) -> bool:
         """Return True if the store has a copy of the published checkpoint `folder`.
 
-        Compares the manifest and the sizes of files, not their contents.
+        Compares the contents of the manifest, and only the sizes of the other files.
         """
         step = int(folder.name.removeprefix("step_"))
         if step not in self.steps():
@@ -70,20 +77,21 @@ class RemoteCheckpoints:
     ) -> tuple[int | None, list[str]]:
         """Copy the checkpoint of `load_step`, or the newest, into `folder`, and publish it there.
 
-        A damaged one, or one that lacks a file, is passed over for the next older one. Returns the
-        copied step, or None if there is none to copy, and the faults of those passed over. Raises
-        Damaged if all are damaged.
+        If a copy in the store is damaged or lacks a file, the next older one is tried. Returns the
+        step that was copied (None if the store has none), and the faults of those that were tried
+        before it. Raises Damaged if all are damaged.
         """
         faults = list[str]()
         for step in [step for step in self.steps() if load_step in (None, step)]:
             folder.begin(step)
             for path in self._system.ls(self._at(step), detail=False):
                 copy = folder.temporary(step) / path.rsplit("/", 1)[-1]
-                # A missing file is left out of the copy, which then counts as damaged. Errors of
-                # the network or of credentials are no fault of the checkpoint, so they are raised.
+                # A missing file is left out: the check below then finds the checkpoint damaged.
+                # Errors of the network or of credentials say nothing about the checkpoint: raise.
                 with suppress(FileNotFoundError, IsADirectoryError):
                     self._system.get_file(path, str(copy))
-            # Verify before publishing: with a damaged one in `folder`, no later start would copy.
+            # Verify before publishing: once `folder` has a checkpoint, even a damaged one, no later
+            # start copies from the store.
             if not (fault := fault_of(folder.temporary(step), contents=True)):
                 folder.publish(step)
                 return step, faults
@@ -94,20 +102,22 @@ class RemoteCheckpoints:
         return None, []
 
     def _at(self, step: int) -> str:
+        """Return the path of the copy of `step` in the store."""
         return f"{self._root}/step_{step}"
 
     def _delete(self, step: int) -> None:
-        # The manifest first: what is half deleted is not a checkpoint. Recursive, since it may be a
-        # folder by mistake.
+        """Delete the copy of `step` from the store."""
+        # Delete the manifest first: a folder that is half deleted is then no checkpoint. With
+        # `recursive`, also if a folder has that name by mistake.
         self._system.rm(f"{self._at(step)}/{MANIFEST}", recursive=True)
         self._system.rm(self._at(step), recursive=True)
 
 
 class Uploads:
-    """Copies published checkpoints to `url` in a thread, and keeps `keep` there; no rank waits.
+    """Copies published checkpoints to `url` in threads, so that training does not wait.
 
-    If several checkpoints are published during a copy, only the newest is copied next. Failures are
-    logged.
+    The store keeps the `keep` newest (0: all). If several checkpoints are published during a copy,
+    only the newest of them is copied next. Failures are logged.
     """
 
     def __init__(self, url: str, keep: int) -> None:
@@ -119,18 +129,18 @@ class Uploads:
         self._next: Path | None = None
 
     def put(self, folder: Path, *, only_missing: bool = False) -> None:
-        """Copy the checkpoint `folder` after the one that is being copied.
+        """Copy the checkpoint `folder`, after the copy that is in flight.
 
-        `only_missing`: skip it if the store already has it (`RemoteCheckpoints.has`).
+        `only_missing`: do nothing if the store already has it (`RemoteCheckpoints.has`).
         """
-        # One thread for each copy, which first waits for the thread before it.
+        # Each copy has a thread of its own, which first waits for the thread before it.
         self._next = folder
         arguments = (folder, self._thread, only_missing)
         self._thread = Thread(target=self._copy, args=arguments, daemon=True)
         self._thread.start()
 
     def unfinished(self) -> list[Path]:
-        """Return the checkpoints that a copy still reads, or will read."""
+        """Return the checkpoints that are being copied or will be: they must not be deleted."""
         if self._thread is None or not self._thread.is_alive():
             return []
         return [folder for folder in (self._current, self._next) if folder is not None]
@@ -143,12 +153,14 @@ class Uploads:
             self._thread.join(timeout_seconds)
 
     def _copy(self, folder: Path, before: Thread | None, only_missing: bool) -> None:
-        """Copy `folder` after the thread `before` has ended, unless a newer one waits already."""
+        """Copy `folder` once the thread `before` has ended, unless a newer checkpoint waits."""
         if before is not None:
             before.join()
         if folder != self._next:
             logger.warning(
-                "%s is not copied to %s: the one before took too long", folder, self._url
+                "%s is not copied to %s: a newer one is, as the copy before took too long",
+                folder,
+                self._url,
             )
             return
         self._current, self.fault = folder, None

@@ -1,4 +1,4 @@
-"""Descriptions of checkpoints for `isp checkpoint`: contents, and faults."""
+"""Descriptions of checkpoints for `isp checkpoint`: what they contain, and what is damaged."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ __all__ = ["Verification", "inspect", "verify"]
 
 
 class Verification(NamedTuple):
-    """Result of `verify`."""
+    """Result of `verify`, which reads every byte of checkpoints."""
 
     good: bool
-    """True if all checkpoints are as they were written."""
+    """True if all bytes of all checkpoints are as they were written."""
     text: str
-    """One line for each checkpoint."""
+    """A line for each checkpoint: its path, and `good` or its fault."""
 
 
 def inspect(path: Path | str) -> str:
@@ -53,7 +53,7 @@ def verify(path: Path | str) -> Verification:
 
 
 def _summary(folder: Path) -> str:
-    """Return one line about a checkpoint: its time, size and layout, or its fault."""
+    """Return a line about one checkpoint: time, size and layout, or what is wrong with it."""
     if fault := fault_of(folder):
         return f"{folder.name}  {fault}"
     manifest = Manifest.read(folder)
@@ -61,7 +61,7 @@ def _summary(folder: Path) -> str:
 
 
 def _details(folder: Path) -> str:
-    """Return the description of one checkpoint, with its parameters, or its fault."""
+    """Return several lines about one checkpoint, with its parameters, or what is wrong with it."""
     if fault := fault_of(folder):
         return f"{folder}\n{fault}"
     manifest = Manifest.read(folder)
@@ -85,7 +85,7 @@ def _details(folder: Path) -> str:
 
 
 def _table(metadata: Metadata) -> str:
-    """Return a table with a line for each parameter: its shape, and the dtypes of what is saved."""
+    """Return a table of parameters: shape, and dtypes of weight, master weight and states."""
     states, weights = state_kinds(metadata.state_dict_metadata), saved_weights(metadata)
     lines = [("parameter", "shape", "weights", "master weights", *states)]
     for name in sorted(weights):
@@ -108,14 +108,17 @@ def _dtype(metadata: Metadata, key: str) -> str:
 
 
 def _when(manifest: Manifest) -> str:
+    """Return when a checkpoint was saved, in local time, as text."""
     return time.strftime("saved %Y-%m-%d %H:%M:%S", time.localtime(manifest.saved_at))
 
 
 def _size(manifest: Manifest) -> str:
+    """Return the size and the number of files of a checkpoint, as text."""
     return f"{manifest.num_bytes / 2**20:,.1f} MiB in {len(manifest.files)} files"
 
 
 def _layout(manifest: Manifest) -> str:
+    """Return mode and group sizes of the run that saved a checkpoint, as text."""
     saved = manifest.topology
     sizes = ("world_size", "pipeline", "tensor", "weight", "zero1")
     text = ", ".join(f"{name} {getattr(saved, name)}" for name in sizes)

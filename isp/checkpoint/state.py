@@ -1,4 +1,12 @@
-"""The state of a run in a checkpoint: names of entries, their sources on loading, whole tensors."""
+"""Entries of a checkpoint: their names, what each is loaded from, and whole tensors in one process.
+
+    model.NAME             a parameter
+    optimizer.NAME.master  its master weights, if they have another dtype than the parameter
+    optimizer.NAME.KIND    an optimizer state of it, such as a moment of AdamW
+    local.RANK             plain values of one rank, as JSON in a uint8 tensor
+
+NAME is the name of the parameter in the whole model, so entries do not depend on the layout.
+"""
 
 from __future__ import annotations
 
@@ -45,42 +53,42 @@ MASTER = "master"
 
 @dataclass(frozen=True, kw_only=True)
 class TrainState:
-    """The tensors of a run on this rank, which are saved, or loaded into."""
+    """The tensors of a run on this rank, to save them or to load into them."""
 
     parameters: Sequence[ShardedParameter]
     """All parameters of this rank, with their names in the whole model."""
     optimizer: Zero1Optimizer | None
-    """None to save or load only the weights."""
+    """The optimizer; None to save or load only the weights."""
     topology: Topology
     earlier_names: Mapping[str, RowsOf] = field(default_factory=dict)
-    """Names of parameters in checkpoints of earlier versions, as of `TracedModel`."""
+    """By name of a parameter: its name and rows in checkpoints of earlier versions of ISP."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Resumed:
-    """Values of a checkpoint besides its tensors, which are already in the `TrainState`."""
+    """Plain values of a checkpoint that was loaded; its tensors are in the `TrainState` by then."""
 
     step: int
-    """Steps done."""
+    """Number of steps done."""
     tokens: int
-    """Tokens consumed."""
+    """Number of tokens in these steps, over all ranks."""
     shared: Mapping[str, Any]
-    """The plain values of all ranks."""
+    """The plain values that are the same on all ranks."""
     local: Mapping[str, Any] | None
     """This rank's plain values; None if the run that saved them had another layout."""
 
 
 class Targets(NamedTuple):
-    """The shards of this rank to load."""
+    """Tensors that this rank loads from a checkpoint, and the shards that they are loaded into."""
 
     shards: dict[str, Shard]
     """Shards to fill, by key."""
     sources: dict[str, RowsOf]
-    """Saved tensor and rows for each of `shards`."""
+    """By key of `shards`: the saved tensor to read, and the first row to read of it."""
     required: dict[str, list[str]]
-    """For each saved weight, the keys that must be loaded from it, over all ranks."""
+    """By saved weight: the keys that all ranks together must load from it."""
     anew: dict[str, list[Shard]]
-    """Optimizer states to set to zero, by weight: another update rule has saved the weight."""
+    """By weight: its optimizer states, to be set to zero since another update rule saved them."""
 
 
 def model_key(name: str) -> str:
@@ -89,7 +97,7 @@ def model_key(name: str) -> str:
 
 
 def optimizer_key(name: str, kind: str) -> str:
-    """Return the key of a parameter's master weights, or of an optimizer state, in a checkpoint."""
+    """Return the key of the master weights or an optimizer state (`kind`) of a parameter."""
     return f"{OPTIMIZER}{name}.{kind}"
 
 
@@ -103,13 +111,13 @@ def saved_weights(metadata: Metadata) -> dict[str, TensorStorageMetadata]:
 
 
 def state_kinds(keys: Iterable[str]) -> list[str]:
-    """Return the kinds of optimizer states in these keys, sorted, without master weights."""
+    """Return the kinds of optimizer states that `keys` name, sorted, without master weights."""
     kinds = {key.rpartition(".")[2] for key in keys if key.startswith(OPTIMIZER)}
     return sorted(kinds - {MASTER})
 
 
 def kinds_by_name(metadata: Metadata) -> dict[str, list[str]]:
-    """Return the kinds of optimizer states in a checkpoint for each parameter, by name."""
+    """Return, by name of a parameter, the kinds of optimizer states that a checkpoint has of it."""
     found: dict[str, list[str]] = {}
     for key in metadata.state_dict_metadata:
         name, _, kind = key.removeprefix(OPTIMIZER).rpartition(".")
@@ -119,14 +127,15 @@ def kinds_by_name(metadata: Metadata) -> dict[str, list[str]]:
 
 
 def local_key(rank: int) -> str:
-    """Return the key of a rank's own plain values in a checkpoint."""
+    """Return the key of the plain values of rank `rank` in a checkpoint."""
     return f"local.{rank}"
 
 
 def saved_shards(state: TrainState) -> dict[str, Shard]:
-    """Return the parameters and optimizer states of this rank, as views, by key."""
+    """Return views of the parameters and optimizer states of this rank, by key, to be saved."""
     if state.optimizer is not None:
-        for item in state.parameters:  # wait until updated rows have come from other ranks
+        # After a step, updated rows may still be in flight from the ranks that updated them.
+        for item in state.parameters:
             state.optimizer.published(item.parameter)
     return {shard.key: shard for _, _, shard in _shards(state)}
 
@@ -134,9 +143,10 @@ def saved_shards(state: TrainState) -> dict[str, Shard]:
 def saved_rows(
     names: Iterable[str], saved: Collection[str], earlier: Mapping[str, RowsOf]
 ) -> dict[str, RowsOf]:
-    """Return for each parameter its name and rows in a checkpoint that has the parameters `saved`.
+    """Return the name and rows of each parameter in a checkpoint with the parameters `saved`.
 
-    `earlier` has the names of earlier versions, which are used if the present one is not saved.
+    A parameter that the checkpoint lacks under its present name is looked up in `earlier`: its
+    name and rows in checkpoints of earlier versions.
     """
     by_earlier = (n for n in names if n not in saved and n in earlier and earlier[n].name in saved)
     return {name: RowsOf(name) for name in names} | {name: earlier[name] for name in by_earlier}
@@ -145,8 +155,8 @@ def saved_rows(
 def other_rule(state: TrainState, metadata: Metadata) -> str | None:
     """Return an error if a checkpoint has optimizer states of another update rule; else None."""
     there = kinds_by_name(metadata)
-    # Leave out parameters whose rule earlier versions chose otherwise: muon took tables of biases
-    # as matrices.
+    # Leave out biases in tables [E, ..]: with muon, earlier versions updated them as matrices, so
+    # their states do not show which rule the run had.
     biases = {
         item.name
         for item in state.parameters
@@ -169,19 +179,20 @@ def other_rule(state: TrainState, metadata: Metadata) -> str | None:
 
 
 def targets_for(state: TrainState, metadata: Metadata, *, weights_only: bool = False) -> Targets:
-    """Return what to load into `state`, or with `weights_only` into its weights and master weights.
+    """Return what to load into `state`; with `weights_only` only weights and master weights.
 
-    Weights whose dtype is not the saved one come from the saved master weights, if there are any.
-    Master weights that were not saved, because they were the parameters, come from these. States
-    of a weight that another update rule has saved begin at zero.
-    Raises ValueError, with the names, for tensors that the checkpoint lacks.
+    A weight whose dtype differs from the saved one is loaded from the saved master weights, if
+    there are any. Master weights that were not saved, since they were the parameter itself, are
+    loaded from the parameter. Optimizer states of a weight that another update rule has saved begin
+    at zero. Raises ValueError, with the names, for tensors that the checkpoint lacks.
     """
     saved = metadata.state_dict_metadata
     names = saved_weights(metadata).keys()
     rows = saved_rows([item.name for item in state.parameters], names, state.earlier_names)
     shards, sources = dict[str, Shard](), dict[str, RowsOf]()
     every, kinds = list(_shards(state, weights_only=weights_only)), kinds_by_name(metadata)
-    # Weights with saved states, but not of each kind that the run's rule needs.
+    # First find weights that another rule updated: some states were saved, but not all that the
+    # run's rule needs.
     anew: dict[str, list[Shard]] = {}
     for name, kind, _ in every:
         there = kinds.get(rows[name].name, [])
@@ -199,8 +210,9 @@ def targets_for(state: TrainState, metadata: Metadata, *, weights_only: bool = F
         shards[shard.key], sources[shard.key] = shard, rows[name]._replace(name=source)
     if missing := sorted({found.name for found in sources.values()} - saved.keys()):
         raise ValueError(f"the checkpoint lacks {_shortened(missing)}")
-    # A saved weight without a counterpart in the run means another model, so each has to be loaded
-    # on some rank: under its own name, or those of the parameters whose rows it has.
+    # A saved weight that the run lacks means another model. So each saved weight has to be loaded
+    # on some rank: under its own name, or, if it is of an earlier version, under the present names
+    # of the parameters whose rows it has.
     required: dict[str, list[str]] = {}
     for name, found in saved_rows(state.earlier_names, names, state.earlier_names).items():
         required.setdefault(model_key(found.name), []).append(model_key(name))
@@ -211,9 +223,9 @@ def targets_for(state: TrainState, metadata: Metadata, *, weights_only: bool = F
 def _shards(
     state: TrainState, *, weights_only: bool = False
 ) -> Iterator[tuple[str, str | None, Shard]]:
-    """Yield (name, kind, shard) of each parameter (kind None), its master weights and states.
+    """Yield (name, kind, shard) for each parameter (kind None), its master weights and its states.
 
-    With `weights_only`, without states other than master weights.
+    `weights_only` leaves out optimizer states.
     """
     for item in state.parameters:
         yield item.name, None, Shard.of_rows(model_key(item.name), item.parameter, item.layout)
@@ -226,7 +238,8 @@ def _shards(
         part = own[name]
         start, stop = part["rows"]
         for kind, tensor in part["tensors"].items():
-            # Master weights of the parameter's own dtype are the parameter itself: saved already.
+            # Master weights in the parameter's own dtype are the parameter itself: do not save it
+            # twice.
             is_kept = tensor.dtype != item.parameter.dtype if kind == MASTER else not weights_only
             if is_kept:
                 key, rows = optimizer_key(name, kind), (start, stop)
@@ -234,20 +247,22 @@ def _shards(
 
 
 def _dtype(saved: object) -> torch.dtype:
+    """Return the dtype of an entry in a checkpoint's table of contents, which must be a tensor."""
     assert isinstance(saved, TensorStorageMetadata)
     return saved.properties.dtype
 
 
 def _shortened(names: list[str]) -> str:
-    """Return the first five names, and how many more there are."""
+    """Return a list of the first five names, and the number of the others, as text."""
     shown = ", ".join(names[:5])
     return shown if len(names) <= 5 else f"{shown} and {len(names) - 5} more"
 
 
 def num_elements(metadata: Metadata, key: str, *, most: int) -> int:
-    """Return the number of elements of a saved uint8 tensor.
+    """Return the number of elements of the saved uint8 tensor `key`.
 
-    Raises ValueError if the checkpoint lacks it, or it has more than `most`.
+    Raises ValueError if the checkpoint lacks it, or if it has more elements than `most`: the caller
+    allocates as many bytes, so a damaged table must not decide.
     """
     saved = metadata.state_dict_metadata.get(key)
     count = -1 if not isinstance(saved, TensorStorageMetadata) else math.prod(saved.size)
@@ -261,9 +276,9 @@ def check_shapes(
     shapes: Mapping[str, tuple[int, ...]],
     earlier_names: Mapping[str, RowsOf],
 ) -> None:
-    """Raise ValueError if the parameters of a checkpoint do not have these names and `shapes`.
+    """Raise ValueError if the parameters of a checkpoint have other names or shapes than `shapes`.
 
-    Also if it is damaged. `earlier_names` as for `saved_rows`.
+    Also raises it if the checkpoint is damaged. `earlier_names`: see `TrainState`.
     """
     try:
         saved = saved_weights(read_metadata(info.path, info.manifest.files))
@@ -283,15 +298,15 @@ def check_shapes(
 
 
 class CheckpointWeights:
-    """The weights of a checkpoint in one process, read as one whole tensor after another.
+    """Reads the weights of a checkpoint in one process, as whole tensors, one after the other.
 
-    `path` is a checkpoint, or a folder of them or of a run, of which the newest good one is taken.
-    Every byte is verified first. Raises ValueError if there is none, and CheckpointError if all are
-    damaged.
+    `path` is a checkpoint, or a folder of checkpoints or of a run, whose newest undamaged one is
+    read. The constructor verifies every byte. It raises ValueError if there is no checkpoint, and
+    CheckpointError if all are damaged.
     """
 
     def __init__(self, path: Path) -> None:
-        # Not inside of `choose`, which would turn the ValueError for none into a CheckpointError.
+        # Call this outside of `choose`, which would turn its ValueError into a CheckpointError.
         found = candidates_at(path)
         info = choose(lambda: found, Channel.solo("checkpoint"))
         assert info is not None

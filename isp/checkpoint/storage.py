@@ -1,9 +1,7 @@
 """Files of a checkpoint in torch's format: checksums while writing, and safe reading.
 
-[Note: What is pickled] torch keeps a checkpoint's table of contents in `.metadata`, a pickle. It is
-read here by an unpickler that knows only the few classes of such a table, so that a file from an
-unknown source runs no code. The table may name only files in the checkpoint's manifest; torch would
-open any other path. Tensors are read by `torch.load(weights_only=True)`, and all else is JSON.
+Reading runs no code from the files, although one of them is a pickle. See [Note: What is pickled]
+in docs/design/notes/checkpoints.md.
 """
 
 from __future__ import annotations
@@ -37,7 +35,7 @@ from isp.checkpoint.manifest import Damaged, FileRecord, open_regular
 __all__ = ["CheckedWriter", "SafeReader", "quietly", "read_metadata"]
 
 METADATA = ".metadata"
-"""Name of torch's table of contents."""
+"""Name of the file with torch's table of contents of a checkpoint."""
 
 _ALLOWED = {
     "torch.distributed.checkpoint.metadata": {
@@ -54,11 +52,11 @@ _ALLOWED = {
     "torch.serialization": {"_get_layout"},
     "torch": {"Size"},
 }
-"""Names by module that a table of contents may contain, besides dtypes of torch."""
+"""Classes and functions, by module, that a table of contents may contain, in addition to dtypes."""
 
 
 class CheckedWriter(FileSystemWriter):
-    """Writes files through to the disk, and has their sizes and checksums in `records`."""
+    """torch's writer of files; waits for the disk, and keeps sizes and checksums in `records`."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder, sync_files=True, overwrite=False)
@@ -71,12 +69,15 @@ class CheckedWriter(FileSystemWriter):
         return self.fs.records
 
     def storage_meta(self) -> StorageMeta:
-        # torch would store the folder's name here, which is temporary while writing.
+        # torch would store the name of the folder, but that is `step_<n>.tmp` while writing.
         return StorageMeta()
 
 
 class SafeReader(FileSystemReader):
-    """Reads a checkpoint by metadata that `read_metadata` has checked; [Note: What is pickled]."""
+    """torch's reader of files, given the metadata that `read_metadata` has checked.
+
+    torch's own `read_metadata` would unpickle the file without checks [Note: What is pickled].
+    """
 
     def __init__(self, folder: Path, metadata: Metadata) -> None:
         super().__init__(folder)
@@ -87,10 +88,10 @@ class SafeReader(FileSystemReader):
 
 
 def read_metadata(folder: Path, files: Mapping[str, FileRecord]) -> Metadata:
-    """Return the table of contents of the checkpoint in `folder`, whose manifest names `files`.
+    """Return the table of contents of the checkpoint in `folder`, whose manifest has `files`.
 
-    Raises Damaged if it cannot be read, contains other classes than `_ALLOWED`, or does not have
-    each tensor once, in these files.
+    Raises Damaged if it cannot be read, contains other classes than `_ALLOWED`, names other files,
+    or does not have each element of each tensor once.
     """
     if METADATA not in files:
         raise Damaged(f"{METADATA} is not among the files of the manifest")
@@ -107,9 +108,9 @@ def read_metadata(folder: Path, files: Mapping[str, FileRecord]) -> Metadata:
 
 
 def _fault(table: Metadata, files: Mapping[str, FileRecord]) -> str:
-    """Return the fault of a table of contents; "" if there is none.
+    """Return what is wrong with a table of contents, as text; "" if nothing is.
 
-    Raises exceptions of many kinds if values are not of their types, as the pickle may contain.
+    May raise any exception: a damaged pickle can have values of other types than torch writes.
     """
     for info in table.storage_data.values():
         if info.relative_path not in files:
@@ -119,7 +120,8 @@ def _fault(table: Metadata, files: Mapping[str, FileRecord]) -> str:
         if info.offset + info.length > files[info.relative_path].num_bytes:
             return f"reads beyond {info.relative_path}"
     num_bytes = sum(record.num_bytes for record in files.values())
-    # Each stored place has to belong to exactly one chunk of one tensor.
+    # Each chunk of each tensor takes its place out of `places`. If a place is missing, a chunk is
+    # stored nowhere, or twice in the table; if places are left over, no tensor has them.
     places = dict.fromkeys(table.storage_data, 0)
     for key, tensor in table.state_dict_metadata.items():
         if not (isinstance(key, str) and isinstance(tensor, TensorStorageMetadata)):
@@ -134,9 +136,9 @@ def _fault(table: Metadata, files: Mapping[str, FileRecord]) -> str:
 
 
 def _has_all(tensor: TensorStorageMetadata) -> bool:
-    """Return True if the chunks are in the tensor and have together as many elements as it.
+    """Return True if the chunks are inside the tensor and have as many elements together.
 
-    Corners must differ, but overlaps are not excluded.
+    Their first corners must differ; chunks that overlap in another way are not found.
     """
     whole = tuple(tensor.size)
     inside = all(
@@ -152,7 +154,7 @@ def _has_all(tensor: TensorStorageMetadata) -> bool:
 
 @contextmanager
 def quietly() -> Iterator[None]:
-    """Context without torch's warning that it saves or loads in a single process."""
+    """Context that hides torch's warning that it saves or loads in a single process."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         yield
@@ -169,11 +171,12 @@ class _MetadataUnpickler(pickle.Unpickler):
 
 
 def _is_dtype(name: str) -> bool:
+    """Return True if `torch.NAME` is a dtype."""
     return isinstance(vars(torch).get(name), torch.dtype)
 
 
 class _CheckedFileSystem(FileSystem):
-    """Files on a disk that records the size and checksum of each file it writes."""
+    """torch's access to files, which also records size and checksum of each file it writes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -190,16 +193,16 @@ class _CheckedFileSystem(FileSystem):
         self.records[Path(path).name] = FileRecord(file.num_bytes, file.digest.hexdigest())
 
     def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:
-        # torch writes `.metadata` under a temporary name and renames it.
+        # torch writes `.metadata` under a temporary name and renames it: rename its record, too.
         super().rename(path, new_path)
         self.records[Path(new_path).name] = self.records.pop(Path(path).name)
 
 
 class _CheckedFile(io.IOBase):
-    """A file open for writing that keeps the size and the SHA-256 of what was written.
+    """A file open for writing that computes the size and the SHA-256 of what is written.
 
     If a write fails, torch.save raises an error of its own, "unexpected pos". The first error of
-    the file is kept and raised in its place, since "No space left on device" tells a user more.
+    the file is kept and raised instead, since it has the cause ("No space left on device").
     """
 
     def __init__(self, path: Path) -> None:
@@ -222,7 +225,7 @@ class _CheckedFile(io.IOBase):
         return self.num_bytes
 
     def fileno(self) -> int:
-        # torch calls fsync with it, which writes only what has left Python's buffer.
+        # torch calls fsync with this descriptor, which does not write what is in Python's buffer.
         self._file.flush()
         return self._file.fileno()
 

@@ -1,4 +1,4 @@
-"""The `data` section of the configuration: sources, tokenizer, and the shape of samples."""
+"""The `data` section of the configuration: sources, tokenizer, and the shape of micro-batches."""
 
 import re
 from enum import StrEnum
@@ -22,12 +22,15 @@ __all__ = [
 T = TypeVar("T", bound="str | list[str] | list[SourcePart]")
 
 BYTE_TOKENIZER = "bytes"
+"""Value of `data.tokenizer` for the tokenizer of bytes, which needs no file."""
 PYTHON_STDLIB = "python-stdlib"
+"""Value of `data.source` for the source files of Python's library, which need no download."""
 _MAX_TOKENS = 2**31 - 1
 """Most tokens in a micro-batch: attention counts them in int32."""
 
 
 def _readable(source: T) -> T:
+    """Return `source`; raise ValueError if it is empty or has an empty path."""
     if not source or not all(source):
         raise ValueError(
             f"names nothing to read: give a file, a folder, a glob, the prefix of a .bin/.idx pair,"
@@ -37,7 +40,7 @@ def _readable(source: T) -> T:
 
 
 def _blend(source: Any) -> Any:
-    """Convert Megatron's list [WEIGHT, PATH, ..] to entries; return other sources unchanged."""
+    """Convert Megatron-LM's [WEIGHT, PATH, ..] to entries; return other sources unchanged."""
     kinds = {type(item) for item in source} if isinstance(source, list) else set()
     if str not in kinds or not kinds & {int, float}:
         return source
@@ -54,7 +57,7 @@ def _blend(source: Any) -> Any:
 
 
 class Format(StrEnum):
-    """Kinds of content of the objects of a JSON file, or the rows of a table."""
+    """Contents of each object of a JSON file, or each row of a table."""
 
     AUTO = "auto"
     TEXT = "text"
@@ -65,7 +68,7 @@ class Format(StrEnum):
 
 
 class TrainOn(StrEnum):
-    """The tokens of a conversation that are trained."""
+    """The tokens of a conversation on which the loss is computed."""
 
     ASSISTANT = "assistant"
     ALL = "all"
@@ -73,7 +76,7 @@ class TrainOn(StrEnum):
 
 
 class ExcessLength(StrEnum):
-    """What becomes of an example that is longer than a sample."""
+    """Treatment of examples that are longer than a sample."""
 
     TRUNCATE = "truncate"
     DROP = "drop"
@@ -88,17 +91,18 @@ class SourcePart:
     """An entry of `data.source`: a source of a mixture."""
 
     path: Source
-    """A path, as `source` takes it."""
+    """A path or a list of paths, in the forms that `source` accepts."""
     weight: Positive = 1.0
     """Share of the tokens, relative to the other weights."""
     epochs: Positive | None = None
-    """Passes over this source before the others take its place; null: no limit."""
+    """Largest number of epochs over this source; then the other sources fill its share. null: no
+    limit."""
     name: Annotated[str | None, Field(pattern=r"^\w[\w.-]*$"), KeyRole.PLACE] = None
     """Name in metrics: letters, digits and `._-`; null: its path."""
 
     @property
     def title(self) -> str:
-        """Return the name, or else the words of the path in a form that all trackers accept."""
+        """Return the name, or else the path without characters that some tracker refuses."""
         given = redacted(self.path if isinstance(self.path, str) else "/".join(self.path))
         return self.name or "/".join(re.findall(r"\w[\w.-]*", given)) or given
 
@@ -125,18 +129,18 @@ class DataConfig:
     format: Format = Format.AUTO
     """Content of each object of a JSON file or row of a table: `text`, `messages` (conversations),
     `tokens` (`input_ids` and `labels`), `preferences` (`chosen` and `rejected`) or `completions`
-    (`prompt` and `completion`); `auto`: found from the keys of the first one."""
+    (`prompt` and `completion`); `auto`: chosen by the keys of the first object or row."""
 
     text_key: Text = "text"
     """Key of a JSON object, or column of a table, that holds the text."""
 
     valid_source: Annotated[Sources | None, KeyRole.METHOD] = None
     """Held-out text for evaluation, in the same forms as `source`. Each source of a mixture is
-    evaluated alone, and then their weighted mean."""
+    evaluated on its own; `val_loss` is their weighted mean."""
 
     valid_fraction: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """Without `valid_source`: the fraction of documents of `source` held out for evaluation; of a
-    single text, its end."""
+    """Without `valid_source`: the fraction of the documents in `source` that is held out for
+    evaluation; if `source` is a single text, the end of that text."""
 
     streaming: bool = False
     """Read the text in a stream, for sources that are too large for memory. Files and blocks of
@@ -154,16 +158,16 @@ class DataConfig:
     """Token that ends a document, if the tokenizer's files do not say."""
 
     add_bos: Annotated[bool, Absent(False)] = True
-    """Begin each text, and each `prompt` that is text, with what the tokenizer begins texts with (a
-    BOS, by the post-processor of tokenizer.json), as transformers and TRL do. Chat templates write
-    their own; .bin/.idx pairs stay as they were prepared."""
+    """Begin each text, and each `prompt` that is text, with the special tokens that the tokenizer
+    puts before a text (a BOS, by the post-processor of tokenizer.json), as transformers and TRL do.
+    Chat templates write their own; .bin/.idx pairs stay as they were prepared."""
 
     chat_template: Text | None = None
-    """Jinja file that renders `messages`, instead of the tokenizer's chat template."""
+    """Path of a Jinja template that renders `messages`, instead of the tokenizer's own."""
 
     train_on: TrainOn = TrainOn.ASSISTANT
-    """Tokens of `messages` on which the loss is computed: `assistant`: those of the assistant;
-    `last`: those of its last message; `all`: every token."""
+    """Tokens of `messages` on which the loss is computed: `assistant`: those of the assistant's
+    messages; `last`: those of its last message; `all`: every token."""
 
     excess_length_strategy: ExcessLength = ExcessLength.TRUNCATE
     """What happens to `messages` and `tokens` longer than `seq_len`: `truncate` the end, `drop`
@@ -186,19 +190,19 @@ class DataConfig:
 
     @property
     def parts(self) -> list[SourcePart]:
-        """Return the sources of the mixture; a single source is a list of one."""
+        """The sources of the mixture; a list of one if `source` is not a mixture."""
         return _parts(self.source)
 
     @property
     def valid_parts(self) -> list[SourcePart]:
-        """Return the sources that evaluation reads; empty if nothing is held out."""
+        """The sources of held-out data; empty if nothing is held out."""
         if self.valid_source is not None:
             return _parts(self.valid_source)
         return self.parts if self.valid_fraction > 0 else []
 
     @property
     def num_micro_batches(self) -> int:
-        """Return `micro_num`, or 1; `JobConfig.for_ranks` sets it from a global batch."""
+        """`micro_num`, or 1 if null. `JobConfig.for_ranks` sets it for a global batch size."""
         return 1 if self.micro_num is None else self.micro_num
 
     def __post_init__(self) -> None:
@@ -213,8 +217,8 @@ class DataConfig:
             )
         if all(part.epochs is not None for part in self.parts):
             raise ValueError(
-                "data.source gives every entry epochs, and would end: leave epochs out of one"
-                " (training.steps says how long a run is)"
+                "data.source limits every entry by epochs, so the data would end: leave epochs out"
+                " of one entry (training.steps says how long a run is)"
             )
         if self.valid_source is not None and self.valid_fraction > 0:
             raise ValueError(
@@ -223,8 +227,8 @@ class DataConfig:
             )
         if self.streaming and (self.valid_fraction or any(part.epochs for part in self.parts)):
             raise ValueError(
-                "data.streaming does not know how many documents there are, so nothing can be held"
-                " out of them, or limited to epochs: give data.valid_source in place of"
+                "data.streaming=true cannot be combined with data.valid_fraction or epochs, since"
+                " the number of documents is not known: give data.valid_source in place of"
                 " data.valid_fraction, and leave epochs out"
             )
         if self.eos_token is not None and self.tokenizer == BYTE_TOKENIZER:
@@ -240,6 +244,7 @@ class DataConfig:
 
 
 def _parts(source: str | list[str] | list[SourcePart]) -> list[SourcePart]:
+    """Return the entries of a source; several paths without weights are one entry."""
     if isinstance(source, str):
         return [SourcePart(path=source)]
     named = [item for item in source if isinstance(item, str)]

@@ -1,4 +1,4 @@
-"""Error texts for the faults of a configuration."""
+"""`describe_faults`: error texts for what is wrong in a configuration."""
 
 from __future__ import annotations
 
@@ -19,16 +19,19 @@ _QK_CLIP = (
     " logit of each head: use model.qk_norm=true, or a lower optimizer.muon.lr"
 )
 _REFUSED = dict.fromkeys(("qk_clip", "clip_qk", "qk_clip_alpha", "qk_clip_threshold"), _QK_CLIP)
-"""Advice for keys of other projects that isp does not support, by the last part of the key."""
+"""Advice about keys of other projects that ISP does not have, by the last part of the key."""
 
 _MOST_SHOWN = 60
-"""Longest part of a value that a fault repeats, in characters."""
+"""Number of characters of a value that an error shows."""
 
 
 def describe_faults(
     errors: Sequence[ErrorDetails], origins: Mapping[KeyPath, str], keys: KeyTable
 ) -> list[str]:
-    """Return a line for each fault: its origin, `key=value`, and the values that are allowed."""
+    """Return a line for each fault: where the key was given, `key=value`, and what is allowed.
+
+    `errors` are pydantic's. `origins`: where each key was given, such as `run.yaml, line 3`.
+    """
     lines: list[str] = []
     described: set[KeyPath] = set()
     for error in errors:
@@ -42,11 +45,12 @@ def describe_faults(
 
 
 def place(fault: str, path: KeyPath, origins: Mapping[KeyPath, str]) -> str:
-    """Return `fault` after its origin, a line of the file or an override.
+    """Return `fault` after where its key was given: a line of the file, or an override.
 
-    The origin is that of the key with which `fault` begins, or of `path`. If the key is part of a
-    mapping that was given whole, it is the origin of the mapping.
+    The key is the one with which `fault` begins, else `path`. If it is inside a mapping that was
+    given as a whole, the place of the mapping is used.
     """
+    # Try the key in the text, then `path`; each with all its parts, then with fewer and fewer.
     named = tuple(fault.split("=")[0].split(":")[0].split("."))
     of_fault = [named[:end] for end in range(len(named), 1, -1)]
     for candidate in (*of_fault, *(path[:end] for end in range(len(path), 0, -1))):
@@ -56,12 +60,12 @@ def place(fault: str, path: KeyPath, origins: Mapping[KeyPath, str]) -> str:
 
 
 def _is_member(error: ErrorDetails, path: KeyPath) -> bool:
-    """Return whether `error` is about one type of a union, or one entry of a list."""
+    """Return True if `error` is about one type of a union, or one entry of a list, at `path`."""
     return len(error["loc"]) > len(path)
 
 
 def _describe(error: ErrorDetails, path: KeyPath, keys: KeyTable) -> list[str]:
-    """Return the lines for one error about the key `path`."""
+    """Return the lines about one of pydantic's errors, which is about the key `path`."""
     key, given = ".".join(path), json.dumps(error["input"], ensure_ascii=False)
     match error["type"]:
         case "value_error" if general(path) in keys.sections:  # raised by __post_init__
@@ -86,7 +90,10 @@ def _describe(error: ErrorDetails, path: KeyPath, keys: KeyTable) -> list[str]:
 
 
 def _known_part(loc: tuple[int | str, ...], keys: KeyTable) -> KeyPath:
-    """Return the key that `loc` is about, without pydantic's parts for unions and list entries."""
+    """Return the key in `loc`, pydantic's place of an error.
+
+    pydantic adds names of types, for unions, and indices of list entries; these are cut off.
+    """
     path: KeyPath = ()
     for part in loc:
         place = general((*path, str(part)))

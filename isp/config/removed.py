@@ -1,4 +1,4 @@
-"""Removed configuration keys and their replacements.  Removed commands: `isp.cli.program`."""
+"""Configuration keys that were removed, and what to use instead. Commands: `isp.cli.program`."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ __all__ = ["REMOVED_KEYS", "RemovedKey", "without_removed"]
 
 
 class RemovedKey(NamedTuple):
-    """A configuration key that was removed."""
+    """A configuration key that was removed, and what to use instead."""
 
     ignored: Collection[Any] | None
-    """Values that have no effect in the saved configuration of a run; None: all values."""
+    """Values of the key that are ignored in a configuration saved by a run; None: all values."""
     instead: str
-    """Advice that follows the key's name in an error."""
+    """Advice, which an error has after the name of the key."""
 
 
 REMOVED_KEYS: Mapping[str, RemovedKey] = {
@@ -30,9 +30,9 @@ REMOVED_KEYS: Mapping[str, RemovedKey] = {
 
 
 def without_removed(kept: dict[str, Any]) -> None:
-    """Delete removed keys without effect from `kept`, the sections of an earlier run, in place.
+    """Delete removed keys from `kept`, the configuration of an earlier run, in place.
 
-    Removed keys with effect stay; validation refuses them.
+    Keys with a value that is not in `RemovedKey.ignored` stay, and validation then refuses them.
     """
     for path, removed in REMOVED_KEYS.items():
         *sections, name = path.split(".")

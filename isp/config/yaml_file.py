@@ -1,4 +1,4 @@
-"""Reading of YAML files with the line of each key, and limits against hostile files."""
+"""`read_yaml`: reads a YAML file with the line of each key, within limits of size and nesting."""
 
 from __future__ import annotations
 
@@ -16,41 +16,43 @@ from isp.utils.files import read_limited
 __all__ = ["KeyPath", "YamlFile", "parse_value", "read_yaml"]
 
 KeyPath = tuple[str, ...]
-"""Parts of a key, outermost section first."""
+"""Type of a key as its parts, the outermost section first: ("parallel", "tensor", "size")."""
 
 _MOST_BYTES = 2**20
-"""Largest file in bytes: the Python parser reads about 0.3 MB per second."""
+"""Limit of a file's size in bytes: the Python parser reads about 0.3 MB per second."""
 _MOST_CHARACTERS = 2**24
-"""Largest size of all values with aliases expanded; a file without aliases is always smaller."""
+"""Limit of the size of all values with aliases expanded. Each level of aliases may multiply the
+size, so a file of a few lines could fill the memory. Without aliases no file reaches this."""
 _MOST_LEVELS = 100
-"""Deepest nesting of lists and mappings: pydantic reads JSON of up to 200 levels."""
+"""Limit of nested lists and mappings: pydantic reads JSON of up to 200 levels."""
 
 
 class YamlFile(NamedTuple):
-    """The values in a file, and the line of each key."""
+    """The values in a YAML file, and where they are."""
 
     values: dict[str, Any]
     lines: dict[KeyPath, int]
+    """Line of each key, counted from 1."""
 
 
 class _Loader(yaml.SafeLoader):
-    """The safe loader, with `1e-4` read as a number as in YAML 1.2."""
+    """PyYAML's safe loader, which also reads `1e-4` as a number, as YAML 1.2 does."""
 
     def get_single_node(self) -> Node | None:
-        """Return the document's root.  Raises ConstructorError if aliases repeat too much."""
+        """Return the root node; raise ConstructorError if aliases expand beyond the limit."""
         root: Node | None = super().get_single_node()
         if root is not None and (size := _expanded(root, {}).size) > _MOST_CHARACTERS:
             fault = f"aliases repeat values up to more than {_MOST_CHARACTERS:,} characters"
             if size == math.inf:
-                fault = "an alias stands inside of what it repeats"
+                fault = "an alias is inside of the value that it repeats"
             raise ConstructorError(None, None, fault, root.start_mark)
         return root
 
     def construct_object(self, node: Node, deep: bool = False) -> Any:
-        """Return the value of `node`.
+        """Return the Python value of a YAML node.
 
-        Raises ConstructorError, with the line, where YAML raises ValueError, as for an impossible
-        date.
+        Raises ConstructorError, which has the line, where PyYAML raises ValueError, such as for an
+        impossible date.
         """
         try:
             return super().construct_object(node, deep)
@@ -66,13 +68,13 @@ _Loader.add_implicit_resolver(
 
 
 def read_yaml(path: str | Path) -> YamlFile:
-    """Return the mapping in the file at `path`, with lines.
+    """Return the mapping in the YAML file at `path`, with the line of each key.
 
     Raises ValueError, with the file and the line, for a file that is missing, empty, not YAML, not
     a mapping, or that gives a key twice.
     """
     try:
-        # The user's own pipe, as made by <(..) in a shell, is no regular file but allowed.
+        # `read_limited` refuses pipes. Allow one that the user has made, such as by <(..).
         is_own = str(path).startswith(("/dev/fd/", "/dev/stdin", "/proc/self/fd/"))
         data = Path(path).read_bytes() if is_own else read_limited(path, _MOST_BYTES)
         text = data.decode()
@@ -97,7 +99,7 @@ def read_yaml(path: str | Path) -> YamlFile:
 
 
 def parse_value(text: str) -> Any:
-    """Return the value of `text` as YAML.  Raises ValueError if it is not YAML."""
+    """Return the value that `text` has as YAML; raise ValueError if it is not YAML."""
     try:
         return yaml.load(text, Loader=_Loader)
     except yaml.YAMLError as error:
@@ -118,11 +120,13 @@ class _Expanded(NamedTuple):
 def _expanded(node: Node, known: dict[int, _Expanded], level: int = 0) -> _Expanded:
     """Return size and height of `node`, which is nested in `level` others.
 
-    `known`: results by a node's id; a node that is being counted has infinite size there.
+    `known`: results by the id of a node, so that an alias is counted but not walked through again.
     Raises RecursionError for more than `_MOST_LEVELS` levels.
     """
     if id(node) not in known:
-        known[id(node)] = _Expanded(math.inf, 0)  # found by an alias inside of the node itself
+        # While a node is being counted its size is infinite: an alias inside it to itself finds
+        # this, and so the size of a node that contains itself is infinite.
+        known[id(node)] = _Expanded(math.inf, 0)
         nodes: list[Node] = []
         size: float = 16  # even an empty list takes memory
         if isinstance(node, ScalarNode):
@@ -136,7 +140,7 @@ def _expanded(node: Node, known: dict[int, _Expanded], level: int = 0) -> _Expan
         known[id(node)] = _Expanded(size + sum(part.size for part in parts), height)
     found = known[id(node)]
     if level + found.height > _MOST_LEVELS:  # an alias may repeat a known node at a deeper level
-        raise RecursionError  # as the parser itself does for even deeper files
+        raise RecursionError  # the parser itself raises this for files that are nested even deeper
     return found
 
 
@@ -147,7 +151,7 @@ def _note_lines(
     for key, value in node.value:
         if not isinstance(key, ScalarNode) or key.tag == "tag:yaml.org,2002:merge":
             continue
-        key.tag = "tag:yaml.org,2002:str"  # else YAML 1.1 reads the key `on:` as true
+        key.tag = "tag:yaml.org,2002:str"  # YAML 1.1 would read the key `on:` as true
         path, line = (*prefix, key.value), key.start_mark.line + 1
         if path in lines:
             raise ValueError(
@@ -160,12 +164,14 @@ def _note_lines(
 
 
 def _problem(error: yaml.YAMLError) -> str:
+    """Return what is wrong according to PyYAML, as one line without the place."""
     if isinstance(error, yaml.MarkedYAMLError) and error.problem is not None:
         return error.problem
     return str(error).splitlines()[0]
 
 
 def _syntax_fault(path: str | Path, error: yaml.YAMLError) -> str:
+    """Return the text of an error about a file that is not YAML: file, line, column, fault."""
     place = str(path)
     if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
         place += f", line {error.problem_mark.line + 1}, column {error.problem_mark.column + 1}"

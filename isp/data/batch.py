@@ -1,6 +1,6 @@
-"""The micro-batches of each step, read one step ahead.
+"""`BatchSampler` makes the micro-batches of a step; `Prefetcher` makes them one step ahead.
 
-Shapes: B rows, S tokens of a row (`seq_len`).
+B samples in a micro-batch, S tokens in a sample (`seq_len`)
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -32,11 +32,10 @@ def stacked(samples: Sequence[Sample], *, pack: bool) -> MicroBatch:
 
 @dataclass(frozen=True, kw_only=True)
 class BatchSampler:
-    """Returns the micro-batches of any step, without state, so that resuming needs only the step.
+    """Makes the micro-batches of any step. It has no state: to resume, only the step is needed.
 
-    [Note: Global batch] Step t takes the samples [t * G, (t + 1) * G), with G = micro_num *
-    data_size * micro_bsz, ordered by micro-batch, then data rank, then row. So the samples of a
-    step, and their order, depend only on G, not on how it is divided between the three.
+    Which samples a step has depends only on the size of the global batch. See [Note: Global batch]
+    in docs/design/notes/data.md.
     """
 
     dataset: Dataset
@@ -49,7 +48,8 @@ class BatchSampler:
         assert 0 <= data_rank < data_size
         batches = []
         for micro in range(self.micro_num):
-            index = (step * self.micro_num + micro) * data_size + data_rank  # in the whole run
+            # Index of this micro-batch among those of the whole run [Note: Global batch].
+            index = (step * self.micro_num + micro) * data_size + data_rank
             rows = range(index * self.micro_bsz, (index + 1) * self.micro_bsz)
             samples = [self.dataset.sample(row) for row in rows]
             batches.append(stacked(samples, pack=self.dataset.pack))
@@ -64,10 +64,10 @@ def held_out_micro_batches(
     data_size: int,
     max_samples: int,
 ) -> Iterator[MicroBatch]:
-    """Yield the micro-batches of `data_rank` in the first `max_samples` held-out samples.
+    """Yield the micro-batches of `data_rank` over the first `max_samples` held-out samples.
 
-    Every sample counts exactly once for any number of ranks, and every rank gets the same number
-    of micro-batches: after the last sample, rows without labels fill them.
+    Each sample comes exactly once, for any number of ranks, and all ranks get the same number of
+    micro-batches: the last ones are filled up with rows without labels.
     """
     assert 0 <= data_rank < data_size
     count = min(dataset.samples_per_epoch, max_samples)
@@ -75,16 +75,17 @@ def held_out_micro_batches(
         rows = range(first + data_rank * micro_bsz, first + (data_rank + 1) * micro_bsz)
         samples = [dataset.sample(row if row < count else 0) for row in rows]
         for row, sample in zip(rows, samples, strict=True):
-            if row >= count:
+            if row >= count:  # a filler: sample 0 again, but no label counts
                 sample.labels.fill(IGNORE_INDEX)
         yield stacked(samples, pack=dataset.pack)
 
 
 class Prefetcher(Generic[T]):
-    """Calls `fetch(step)`, and in a thread already `fetch(step + 1)`.
+    """Returns results of `fetch(step)`, and calls `fetch(step + 1)` ahead, in a thread.
 
-    Steps may come in any order, but only the next one has been prefetched. An error in the thread
-    is raised by `get` of its step. Steps from `num_steps` on are not prefetched.
+    Steps may be asked for in any order, but only the one after the last has been prefetched. An
+    error in the thread is raised by `get` of that step. Steps from `num_steps` on are not
+    prefetched.
     """
 
     def __init__(self, fetch: Callable[[int], T], *, num_steps: int | None = None) -> None:
@@ -105,11 +106,11 @@ class Prefetcher(Generic[T]):
         return result
 
     def close(self) -> None:
-        """Wait for the thread to end, and drop its result."""
+        """Wait until the thread has ended, and drop its result."""
         self._pool.shutdown(wait=True, cancel_futures=True)
 
     def _start(self, step: int) -> None:
-        """Fetch `step` in the thread, after canceling what waits there."""
+        """Fetch `step` in the thread; cancel what was prefetched, if it has not begun."""
         if self._ahead is not None:
             self._ahead[1].cancel()
         self._ahead = (step, self._pool.submit(self._fetch, step))

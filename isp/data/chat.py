@@ -1,17 +1,6 @@
-"""Conversations as tokens, by the tokenizer's chat template, with labels for the assistant's.
+"""`ChatTemplate`: conversations as tokens, with labels for those that the assistant writes.
 
-Tokens are assigned by the characters that they encode. transformers' own mask leaves out all but
-the first token of a character at the end of a generation block.
-
-[Note: Assistant's tokens] Templates mark what the assistant writes with `{% generation %}`. In a
-template without these blocks, a turn is the text that the template writes for an assistant's
-message, without the part of the generation prompt that the message begins with. If the prompt
-begins the reasoning, that part belongs to the turn. The last turn also has the token that the
-template writes after all messages (Phi-3's end of text). TRL's training templates (TRL 1.16) mark
-the same, except for `_HEADERS`. Marks show where each message is in the text of the whole
-conversation: [Note: Marks]. So a template may render earlier turns differently, trim them or remove
-their reasoning: the loss is computed on a turn as it is rendered there. A message whose position is
-not known raises ValueError.
+Which tokens these are: see [Note: Assistant's tokens] in docs/design/notes/data.md.
 """
 
 from __future__ import annotations
@@ -48,9 +37,10 @@ Variables = Mapping[str, Any] | None
 
 
 class Example(NamedTuple):
-    """Tokens with their labels, which equal the token where it is trained, and are -100 elsewhere.
+    """Tokens and labels of an example for fine-tuning.
 
-    Labels are not shifted, as in data sets for transformers.
+    The label of a trained token is the token itself, and -100 for others: labels are not shifted,
+    as in data sets for transformers.
     """
 
     tokens: TokenArray  # [T]
@@ -58,10 +48,10 @@ class Example(NamedTuple):
 
 
 class ChatTemplate:
-    """Renders and tokenizes conversations, by the template of the tokenizer or the file `path`.
+    """Renders and tokenizes conversations by the tokenizer's chat template, or that in `path`.
 
-    `train_on` selects the tokens that get labels.
-    Raises ValueError if there is no template, or transformers is not installed.
+    `train_on` decides which tokens get labels. Raises ValueError if there is no template, or
+    transformers is not installed.
     """
 
     def __init__(
@@ -79,18 +69,19 @@ class ChatTemplate:
         self._tokenizer, self._train_on = tokenizer, train_on
         self._fast = _load(tokenizer.file)
         self._given = None if path is None else _read(Path(path).expanduser())
-        # Where a generation prompt may differ from a message: see `_Conversation.names`.
+        # At these names a generation prompt may begin to differ from a message: see
+        # `_Conversation.names`.
         names = {"<think>", *tokenizer.added_tokens()}
         self._names = re.compile("|".join(map(re.escape, sorted(names))))
-        self._template(None)  # raises now if there is none
+        self._template(None)  # only to raise here if there is none
 
     def example(
         self, messages: Messages, where: str, *, tools: Tools = None, variables: Variables = None
     ) -> Example:
-        """Return the tokens and labels of a conversation; `where` names its place in errors.
+        """Return the tokens and labels of a conversation; `where` is its place, for errors.
 
-        `messages` have `role` and `content`. `tools` and `variables` are the template's other
-        inputs. Raises ValueError for an invalid conversation, and one that the template refuses.
+        `messages` have `role` and `content`. `tools` and `variables` are other inputs of the
+        template. Raises ValueError for an invalid conversation, and one that the template refuses.
         """
         with _refused_at(where):
             chat = self._chat(messages, tools, variables)
@@ -113,9 +104,10 @@ class ChatTemplate:
         tools: Tools = None,
         variables: Variables = None,
     ) -> TokenArray:
-        """Return the tokens of `num_prompt` messages and an answer, which is trained as a whole.
+        """Return the tokens of a prompt (`num_prompt` messages) and its answer (the others).
 
-        Raises ValueError as `example` does, and for a message whose weight contradicts that.
+        The caller trains the whole answer. Raises ValueError as `example` does, and for a message
+        whose weight contradicts that.
         """
         with _refused_at(where):
             chat = self._chat(messages, tools, variables)
@@ -133,16 +125,16 @@ class ChatTemplate:
     def unnamed(
         self, messages: Messages, *, tools: Tools = None, variables: Variables = None
     ) -> set[str]:
-        """Return the keys of a conversation that the template does not name, for the log."""
+        """Return keys of a conversation that the template does not read, for the log."""
         named = named_in(self._template(tools))
         found = {f"{key} of messages" for key in unnamed_keys(read_turns(messages, named), named)}
-        beside = {"tools": tools, **({} if variables is None else variables)}
-        return found | {key for key, x in beside.items() if x is not None} - named.words
+        inputs = {"tools": tools, **({} if variables is None else variables)}
+        return found | {key for key, x in inputs.items() if x is not None} - named.words
 
     def prompt(
         self, messages: Messages, where: str, *, tools: Tools = None, variables: Variables = None
     ) -> str:
-        """Return a conversation as text with the generation prompt at its end.
+        """Return a conversation as text, with the template's generation prompt at its end.
 
         Raises ValueError as `example` does, and if the last message is the assistant's.
         """
@@ -155,17 +147,17 @@ class ChatTemplate:
             return chat.render(add_generation_prompt=True).text
 
     def turn_end(self) -> int | None:
-        """Return the id of the token that ends the assistant's turn; None if there is none.
+        """Return the id of the token with which the assistant's turn ends; None if there is none.
 
-        Also None if the template refuses a short conversation, by which this is found.
+        It is found in a short conversation; also None if the template refuses that.
         """
         talk = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
         try:
             tokens, labels = self.example(talk, "")
         except ValueError:
             return None
-        # From the end: of the special tokens that follow each other right after the message, the
-        # last. `begins` is True at the end of such a run of special tokens.
+        # Find the run of special tokens right after the message, and return its last token. Walk
+        # from the end; `begins` is True where the next special token is the last of its run.
         found: int | None = None
         begins = True
         special = {self._tokenizer.token_id(name) for name in self._tokenizer.special_tokens()}
@@ -179,7 +171,7 @@ class ChatTemplate:
         return found
 
     def _chat(self, messages: Messages, tools: Tools, variables: Variables) -> _Conversation:
-        """Return a conversation that the template writes as a whole.
+        """Return a conversation, after a check that the template writes all of it.
 
         Raises TemplateFailure or ValueError for messages or inputs that are invalid.
         """
@@ -192,7 +184,7 @@ class ChatTemplate:
             raise TemplateFailure("'chat_template_kwargs' is not an object")
         template = self._template(tools)
         if reserved := variables.keys() & {"messages", "tools", "add_generation_prompt"}:
-            raise TemplateFailure(f"its variables cannot have the name {min(reserved)}")
+            raise TemplateFailure(f"'chat_template_kwargs' cannot have the key {min(reserved)}")
         named = named_in(template)
         chat = _Conversation(
             self._tokenizer,
@@ -211,15 +203,15 @@ class ChatTemplate:
         return _written(chat, read_turns(messages, named, parses=False))
 
     def _template(self, tools: Tools) -> str:
-        """Return the template; a tokenizer may have another one for conversations with tools."""
+        """Return the text of the template; tokenizers may have another one for tools."""
         if self._given is not None:
             return self._given
         try:
             template: str = self._fast.get_chat_template(None, tools)
-        except ValueError:  # its own message is about arguments that ISP has no key for
+        except ValueError:  # transformers' text is about arguments for which ISP has no key
             raise ValueError(
                 f"data.tokenizer={self._tokenizer.file} has no chat template (chat_template.jinja,"
-                " or chat_template in tokenizer_config.json, beside it), which messages need: name"
+                " or chat_template in tokenizer_config.json, next to it), which messages need: name"
                 " a file with data.chat_template (--chat-template)"
             ) from None
         return template
@@ -228,9 +220,9 @@ class ChatTemplate:
 def _written(chat: _Conversation, given: Sequence[Mapping[str, Any]]) -> _Conversation:
     """Return `chat`, after a check that the template writes its system messages and tool calls.
 
-    `given` are its messages with arguments of tool calls as text, if they were text. They are used
-    if the template fails otherwise: some (DeepSeek's) concatenate arguments with `+`, which fails
-    for objects. Raises ValueError if the template leaves a system message or a tool call out.
+    `given`: the messages, but with arguments of tool calls as text if they were text. If the
+    template fails, these are tried: DeepSeek's concatenates arguments with `+`, which fails for
+    objects. Raises ValueError if the template leaves out a system message or a tool call.
     """
     if not any("tool_calls" in m or m["role"] == "system" for m in chat.messages):
         return chat
@@ -244,14 +236,14 @@ def _written(chat: _Conversation, given: Sequence[Mapping[str, Any]]) -> _Conver
             raise failure from None
     lost = _lost(chat, text, _with_name)
     if any("tool call" in what for what in lost):
-        # Some templates (Kimi K2's) write the id in place of the name. If the template fails with
-        # other ids and arguments, the result of the first attempt stands.
+        # Some templates (Kimi K2's) write the id of a call and not its name: mark ids and
+        # arguments, too. If the template fails with these, keep the result of the first attempt.
         with suppress(TemplateFailure):
             found = _lost(chat, text, _with_id_and_arguments)
             lost = [what for what in lost if what in found]
     if lost:
         raise ValueError(
-            f"{lost[0]} is not in what the chat template writes: name another template with"
+            f"{lost[0]} does not appear in the rendered conversation: name another template with"
             " data.chat_template (--chat-template)"
         )
     return chat
@@ -262,9 +254,9 @@ def _lost(
 ) -> list[str]:
     """Return the system messages and tool calls that the template leaves out, as texts for errors.
 
-    Each is rendered with a mark in its place: system messages as a whole, calls as `with_mark`
-    does. Names and ids of calls would not do, since they also are in the list of tools and in
-    results.
+    The conversation is rendered with marks: the content of a system message is replaced by one, a
+    call gets one by `with_mark`. The template writes those whose mark is in the text. A search for
+    names or ids of calls would not show it: they are also in the list of tools and in results.
     """
     marked, marks = list[Mapping[str, Any]](), dict[str, str]()
     for number, message in enumerate(chat.messages, start=1):
@@ -273,7 +265,7 @@ def _lost(
             mark = f"isp{len(marks):06}"
             marks[mark], message = f"message {number} (system)", {**message, "content": mark}
         for i, call in enumerate(message.get("tool_calls", [])):
-            mark = f"isp{len(marks):06}"  # nine letters and digits, as Mistral's ids
+            mark = f"isp{len(marks):06}"  # Mistral's templates need ids of nine letters and digits
             marks[mark] = f"message {number}: tool call {i + 1}"
             calls.append(with_mark(call, mark))
         marked.append({**message, "tool_calls": calls} if calls else message)
@@ -284,14 +276,17 @@ def _lost(
 
 
 def _with_name(call: dict[str, Any], mark: str) -> dict[str, Any]:
-    """Return a copy of a tool call with the name `mark`."""
+    """Return a copy of a tool call in which `mark` is the name of the function."""
     if "function" in call:
         return {**call, "function": {**call["function"], "name": mark}}
     return {**call, "name": mark}
 
 
 def _with_id_and_arguments(call: dict[str, Any], mark: str) -> dict[str, Any]:
-    """Return a copy of a tool call with `mark` as its id and as an argument, in the same forms."""
+    """Return a copy of a tool call in which `mark` is the id and one of the arguments.
+
+    Arguments stay in the form they have: an object, or JSON text.
+    """
     if isinstance(function := call.get("function"), dict):
         call = {**call, "function": _with_id_and_arguments(function, mark)}
     if "id" in call:
@@ -308,7 +303,7 @@ def _with_id_and_arguments(call: dict[str, Any], mark: str) -> dict[str, Any]:
 
 
 def _without_weights(chat: _Conversation) -> Rendered:
-    """Return the text of a conversation to train as a whole; raise ValueError for a weight of 0."""
+    """Return the text of a conversation of which all is trained; raise ValueError for weight 0."""
     for number, message in enumerate(chat.messages, start=1):
         if message.get("weight") == 0:
             raise ValueError(
@@ -319,9 +314,14 @@ def _without_weights(chat: _Conversation) -> Rendered:
 
 
 def _covered(encoding: Encoding, spans: Sequence[_Span]) -> npt.NDArray[np.bool_]:
-    """Return a mask [T] of the tokens that encode a character of one of `spans`."""
-    # Some tokenizers leave leading white space out of a token's range, which then begins after the
-    # end of the token before. Extend it to there.
+    """Return a mask [T] of the tokens that encode a character of one of `spans`.
+
+    Tokens and characters are compared by their ranges in the text: all tokens of a character
+    count. transformers' own mask leaves out all but the first token of a character at the end of a
+    generation block.
+    """
+    # Some tokenizers leave white space before a token out of its range. Extend the range to the end
+    # of the token before.
     starts = np.minimum(encoding.starts, np.append(0, encoding.ends[:-1])[: len(encoding.starts)])
     covered = np.zeros(len(starts), dtype=bool)
     for start, end in spans:
@@ -331,7 +331,7 @@ def _covered(encoding: Encoding, spans: Sequence[_Span]) -> npt.NDArray[np.bool_
 
 @contextmanager
 def _refused_at(where: str) -> Iterator[None]:
-    """Context in which errors about a conversation get its place `where` as their beginning."""
+    """Context that turns errors about a conversation into ValueErrors that begin with `where`."""
     try:
         yield
     except TemplateFailure as error:
@@ -344,9 +344,9 @@ def _refused_at(where: str) -> Iterator[None]:
 
 
 def _load(file: Path) -> Any:
-    """Return transformers' tokenizer of the folder of `file`, which has its chat templates.
+    """Return transformers' tokenizer of the folder with `file`, which has the chat templates.
 
-    Raises ValueError if the package is missing or cannot open the folder.
+    Raises ValueError if transformers is not installed or cannot open the folder.
     """
     require(f"the chat template of data.tokenizer={file}", "transformers")
     from transformers import PreTrainedTokenizerFast
@@ -354,14 +354,14 @@ def _load(file: Path) -> Any:
     try:
         check_regular_files(file.parent)
         return PreTrainedTokenizerFast.from_pretrained(file.parent, local_files_only=True)
-    except Exception as error:  # faulty files make transformers raise exceptions of many kinds
+    except Exception as error:  # for damaged files transformers raises exceptions of many types
         raise ValueError(
             f"data.tokenizer={file}: transformers cannot open its folder: {error}"
         ) from None
 
 
 def _read(path: Path) -> str:
-    """Return the text of a template's file; raise ValueError if it cannot be read."""
+    """Return the text of the template in a file; raise ValueError if it cannot be read."""
     try:
         return read_limited(path).decode()
     except (OSError, ValueError) as error:
@@ -369,7 +369,7 @@ def _read(path: Path) -> str:
 
 
 def _before_reasoning(prompt: str) -> str:
-    """Return a generation prompt up to the reasoning that it begins."""
+    """Return the part of a generation prompt before `<think>`, with which a turn may begin."""
     return prompt.partition("<think>")[0]
 
 
@@ -385,10 +385,11 @@ _HEADERS: Mapping[str, Callable[[str], str]] = {
     "6cd0e94d": _none_of,  # Muse Glimmer
     "a4c9919c": _none_of,  # gpt-oss
 }
-"""Functions that return the part of a generation prompt that does not belong to the turn.
+"""Templates for which not `_before_reasoning`, but another function decides where a turn begins.
 
-For templates whose training variant in TRL differs from `_before_reasoning`, by the first digits of
-the SHA-256 of the template, which `tools/check_masks_with_trl.py --digests` prints.
+Keys are the first digits of the SHA-256 of the template, as `tools/check_masks_with_trl.py
+--digests` prints them. A function returns the part of a generation prompt that is not trained, so
+that labels are those of the template's training variant in TRL.
 """
 
 _COMMENT = re.compile(r"\{#.*?#\}", re.DOTALL)
@@ -399,14 +400,14 @@ _Span = tuple[int, int]
 
 
 class _TurnNotFound(Exception):
-    """The tokens of an assistant's message cannot be found."""
+    """It cannot be found which tokens an assistant's message has."""
 
 
 class _Places(NamedTuple):
-    """Positions of the messages and generation blocks in a rendered conversation."""
+    """Where the messages and generation blocks are in a rendered conversation."""
 
     messages: dict[int, list[_Span]]
-    """Spans of each message by its index, without those that are white space."""
+    """Spans of each message, by its index; without spans of white space only."""
     blocks: list[_Span]
     """Spans of generation blocks."""
     tail: str
@@ -414,9 +415,9 @@ class _Places(NamedTuple):
 
     @classmethod
     def of(cls, rendered: Rendered) -> _Places:
-        """Return the positions that [Note: Marks] of a rendering show."""
-        # `owner` is the message that the text from `begin` on belongs to, `loops` has the owners in
-        # the loops around the current one, and `last` is the end of the last message so far.
+        """Return the spans of messages and blocks, by the marks of a rendering [Note: Marks]."""
+        # Walk through the marks. `owner` is the message that has the text from `begin` on; `loops`
+        # has the owners outside of the loops that are open; `last` is the end of the last message.
         text, messages, blocks = rendered.text, dict[int, list[_Span]](), list[_Span]()
         loops, owner, begin, last, opened = list[int | None](), None, 0, 0, list[int]()
         for place, mark in rendered.marks:
@@ -428,35 +429,35 @@ class _Places(NamedTuple):
                 continue
             if owner is not None and text[begin:place].strip():
                 spans = messages.setdefault(owner, [])
-                if spans and spans[-1][1] == begin:  # joins the span before, without a gap
+                if spans and spans[-1][1] == begin:  # no gap: extend the span before
                     begin = spans.pop()[0]
                 spans.append((begin, place))
                 last = place
             if mark == "(":
                 loops.append(owner)
-            else:  # after an inner loop, text belongs to the message of the outer one again
+            else:  # after a loop, text belongs again to the message that had it before the loop
                 owner = loops.pop() if mark == ")" else int(mark)
             begin = place
         return cls(messages, blocks, text[last:])
 
 
 class _Conversation(NamedTuple):
-    """One conversation with the template that renders it."""
+    """A conversation, with the tokenizer and the template that render it."""
 
     tokenizer: HFTokenizer
     template: str
     messages: Sequence[Mapping[str, Any]]
     variables: Mapping[str, Any]
     names: re.Pattern[str]
-    """Pattern of the names of tokens, at which a generation prompt may begin to differ from a
-    message: only the part before such a name has to agree."""
+    """Pattern of the names of added tokens. A message has to begin as the generation prompt does,
+    but only up to one of these names: after it, the two may differ."""
     last_only: bool = False
-    """True if only the assistant's last message is trained."""
+    """True if only the last message of the assistant is trained."""
 
     def spans(self) -> tuple[str, list[_Span], list[_Span]]:
         """Return the text, the spans that the assistant writes, and spans in these without loss.
 
-        Raises _TurnNotFound if the position of a message is not known.
+        Raises _TurnNotFound if it cannot be found where a message is.
         """
         text, marked = self.render().text, self.render(marks=True)
         places = _Places.of(marked)
@@ -466,9 +467,9 @@ class _Conversation(NamedTuple):
         others = turns[:-1] if self.last_only else []
         left_out = [i for i in turns if i in others or self.messages[i].get("weight") == 0]
         is_marked = _GENERATION.search(_COMMENT.sub("", self.template)) is not None
-        # With generation blocks, only the position of turns to leave out has to be known. Without,
-        # that of every message from the first turn on: text of one that is not known would count as
-        # part of a turn. Messages before it, such as a system message, cannot be in a turn's text.
+        # Which messages have to be found? With generation blocks only turns without loss. Else all
+        # messages from the first turn on: the text of one that is not found would count as part of
+        # a turn. Messages before the first turn, such as a system message, cannot be in one.
         expected = left_out if is_marked else range(turns[0] if turns else 0, len(self.messages))
         for i in expected:
             parts = places.messages.get(i, [])
@@ -482,9 +483,9 @@ class _Conversation(NamedTuple):
         return text, [self._turn(i, text, places.messages[i][0]) for i in turns], []
 
     def _turn(self, turn: int, text: str, span: _Span) -> _Span:
-        """Return the span of a turn in `text`, without the generation prompt, with its end token.
+        """Return the trained span of message `turn` in `text`, given the `span` of the message.
 
-        `span` is that of the whole message.
+        It is without the generation prompt, and with the token that ends the turn.
         """
         start, end = span
         prompt = text[start : start + self._length_of_prompt(turn, text[start:end])]
@@ -492,31 +493,32 @@ class _Conversation(NamedTuple):
         start += len(_HEADERS.get(digest, _before_reasoning)(prompt))
         special = self.tokenizer.special_tokens()
         after = text[end:].strip()
-        # After the last turn, the end of text that the template writes after all messages.
+        # The last turn also gets the end of text that some templates write after all messages.
         if turn == len(self.messages) - 1 and (not after or after in special):
             return start, len(text)
         if text[start:end].rstrip().endswith(special):
             return start, end
-        # In templates where the token of a role also ends the turn before it (GLM), this token is
-        # in the text of the next message, so extend the turn by a special token that follows it.
+        # In some templates (GLM's) the token that begins the next message also ends this turn:
+        # extend the turn by a special token that follows it.
         first = self.variables.get("bos_token")
         ends = [token for token in special if token != first and text.startswith(token, end)]
         return start, end + max(map(len, ends), default=0)
 
     def _length_of_prompt(self, turn: int, written: str) -> int:
-        """Return the number of characters of `written`, a message, that the prompt before it has.
+        """Return how many characters at the begin of a message are of the generation prompt.
 
-        Raises _TurnNotFound if the message does not begin as the generation prompt does.
+        `written` is the text of message `turn`. Raises _TurnNotFound if it does not begin as the
+        generation prompt does.
         """
         first = self.variables.get("bos_token", "")
         begin = len(written) - len(written.removeprefix(first).lstrip())
         refused = TemplateFailure("")
-        # The prompt after the messages before this turn. If the template refuses these alone, or
-        # the message begins otherwise, the prompt after all messages.
+        # Try the generation prompt after the messages before this turn. If the template refuses
+        # these alone, or the message begins otherwise, try the prompt after all messages.
         for stop in (turn, len(self.messages)):
             try:
                 prompt = self._prompt(stop).removeprefix(first).lstrip()
-            except TemplateFailure as error:  # for some, the last message has to be a user's
+            except TemplateFailure as error:  # some want a user's message before a prompt
                 refused = error
                 continue
             cuts = {len(prompt), *(m.start() for m in self.names.finditer(prompt))} - {0}
@@ -530,18 +532,18 @@ class _Conversation(NamedTuple):
         )
 
     def _prompt(self, stop: int) -> str:
-        """Return the generation prompt after the first `stop` messages."""
+        """Return the generation prompt that the template writes after the first `stop` messages."""
         text = self.render(stop).text
         asked = self.render(stop, marks=True, add_generation_prompt=True)
         if asked.text.startswith(text):
             return asked.text[len(text) :]
-        # A template that renders messages differently before a prompt: what follows the messages.
+        # The template renders messages otherwise if a prompt follows: return what is after them.
         return _Places.of(asked).tail
 
     def render(
         self, stop: int | None = None, *, marks: bool = False, add_generation_prompt: bool = False
     ) -> Rendered:
-        """Return the first `stop` messages as text, or all, with [Note: Marks] if `marks`."""
+        """Return the first `stop` messages, or all, as text; with their places if `marks`."""
         variables = {**self.variables, "add_generation_prompt": add_generation_prompt}
         messages = [{k: m[k] for k in m if k != "weight"} for m in self.messages[:stop]]
         return render(self.template, messages, variables=variables, marks=marks)

@@ -1,6 +1,6 @@
-"""Samples of fixed length, cut from a stream of shuffled documents: `PackedDataset`.
+"""`PackedDataset`: samples of fixed length, cut from a stream of shuffled documents.
 
-Shapes: S sequence (`seq_len`).
+S tokens in a sample (`seq_len`), D documents with tokens
 """
 
 from typing import NamedTuple, Protocol
@@ -24,26 +24,26 @@ __all__ = [
 ]
 
 IGNORE_INDEX = -100
-"""Label of a token that the loss leaves out; the default `ignore_index` of torch."""
+"""Label of tokens without loss; the default `ignore_index` of torch's cross_entropy."""
 
 _SHUFFLE_ROUNDS = 6
-"""Rounds of the Feistel network of `shuffled`."""
+"""Number of rounds of the Feistel network in `shuffled`."""
 
 _Int64Array = npt.NDArray[np.int64]
 
 
 class Sample(NamedTuple):
-    """A sequence of `seq_len` tokens with its labels and positions."""
+    """A sequence of `seq_len` tokens, with labels and positions."""
 
     tokens: _Int64Array  # [S]
     labels: _Int64Array  # [S], shifted: the next token, or IGNORE_INDEX
-    positions: _Int64Array  # [S], counted from 0 in the piece of each document
+    positions: _Int64Array  # [S], from 0 for each document's part of the sample
     padding: int = 0
     """Number of padding tokens at the end."""
 
 
 class Dataset(Protocol):
-    """An endless sequence of samples; sample i is a function of i alone."""
+    """Interface of data sets: an endless sequence of samples, of which any can be read by index."""
 
     @property
     def pack(self) -> bool:
@@ -51,44 +51,38 @@ class Dataset(Protocol):
 
     @property
     def samples_per_epoch(self) -> int:
-        """Number of samples in one pass over the data; 0 for a stream, whose length is unknown."""
+        """Number of samples in an epoch; 0 for a stream, whose length is not known."""
 
     @property
     def tokens_per_sample(self) -> float:
-        """Mean number of tokens of a sample that are not padding."""
+        """Mean number of tokens in a sample, without padding."""
 
     @property
     def summary(self) -> str:
-        """Size of the data in one or more lines for the log."""
+        """Name and size of the data, in one or more lines for the log."""
 
     def sample(self, index: int) -> Sample:
         """Return sample `index` >= 0; raise ValueError for ids outside the vocabulary."""
 
 
 class _Epoch(NamedTuple):
-    """Order of the documents and of the samples in one pass over the store."""
+    """Order of the documents and of the samples in one epoch."""
 
     number: int
-    documents: _Int64Array  # [D], documents with tokens, in the order of the stream
-    ends: _Int64Array  # [D], end of each of them in the stream, in tokens
-    key: int  # selects the permutation of the samples
+    documents: _Int64Array  # [D], indices of documents with tokens, in the order of the stream
+    ends: _Int64Array  # [D], end of each of these documents in the stream, in tokens
+    key: int  # key of the permutation of the samples, for `shuffled`
 
 
 class PackedDataset:
-    """Samples of concatenated documents; sample i is a function of the store, `seed` and i.
+    """Samples cut from shuffled, concatenated documents.
 
-    [Note: Sample order] Each epoch shuffles the documents, concatenates them into one stream, cuts
-    the stream into samples of `seq_len` tokens, and shuffles the samples. The remainder at the end
-    of the stream is dropped; it is a different one in each epoch. Neither the stream nor the order
-    of the samples is stored: `sample` computes the position in the stream, finds the documents by
-    bisection, and reads only the tokens of the sample. Opening a store therefore reads no tokens,
-    and an epoch costs one permutation of the documents: about 80 bytes of memory and half a
-    microsecond for each document, whatever their length.
+    Sample i is a function of the store, `seed` and i, so resuming needs no state. See
+    [Note: Sample order] in docs/design/notes/data.md.
 
     With `pack`, documents are separate: positions restart at each, and the last token before
-    another document has no label. Without `pack`, the stream is cut as it is.
-    `note` is appended to the summary. Raises ValueError for a store with fewer tokens than one
-    sample needs.
+    another document has no label. Without `pack`, the stream is cut as it is. `note` is appended to
+    the summary. Raises ValueError for a store with fewer tokens than one sample needs.
     """
 
     def __init__(
@@ -110,7 +104,8 @@ class PackedDataset:
         self._seed = seed
         self._documents = np.flatnonzero(store.lengths)
         self.num_tokens = int(store.lengths.sum())
-        # Without `pack`, the last token of a sample has a label too, which is one token further on.
+        # Without `pack`, the last token of a sample has a label, too: the token after the sample.
+        # So the last sample needs one token more.
         self.samples_per_epoch = (self.num_tokens - (0 if pack else 1)) // seq_len
         if self.samples_per_epoch < 1:
             raise ValueError(
@@ -124,7 +119,7 @@ class PackedDataset:
 
     @property
     def summary(self) -> str:
-        """Numbers of documents, tokens and samples in one line for the log."""
+        """Name of the store, and numbers of documents, tokens and samples, as one log line."""
         return (
             f"{self._store.name}: {counted(len(self._documents), 'document')},"
             f" {counted(self.num_tokens, 'token')},"
@@ -136,7 +131,8 @@ class PackedDataset:
         number, place = divmod(index, self.samples_per_epoch)
         epoch = self._epoch(number)
         start = shuffled(place, self.samples_per_epoch, epoch.key) * self.seq_len
-        # One token beyond the sample is the label of its last token; with `pack` there may be none.
+        # Read one token more: the label of the sample's last token. At the end of the stream, with
+        # `pack`, there may be none.
         pieces = self._read(epoch, start, min(start + self.seq_len + 1, self.num_tokens))
         stream = np.concatenate(pieces, dtype=np.int64)  # [S + 1], or [S] at the very end
         ends = np.cumsum([len(piece) for piece in pieces])
@@ -145,7 +141,7 @@ class PackedDataset:
     def _read(self, epoch: _Epoch, start: int, stop: int) -> list[TokenArray]:
         """Return tokens [start, stop) of the stream, one array for each document."""
         pieces: list[TokenArray] = []
-        # The first document that ends after `start` contains it.
+        # The first document that ends after `start` is the one that has token `start`.
         place = int(np.searchsorted(epoch.ends, start, side="right"))
         while start < stop:
             document, end = int(epoch.documents[place]), int(epoch.ends[place])
@@ -162,9 +158,9 @@ class PackedDataset:
         return pieces
 
     def _epoch(self, number: int) -> _Epoch:
-        """Return the order of one epoch, from the last two used or computed anew.
+        """Return the order of an epoch, computed unless it is one of the two used last.
 
-        Two are kept because a batch may have samples of both sides of an epoch's end.
+        Two are kept because a batch may have samples from both sides of the end of an epoch.
         """
         for epoch in self._recent:
             if epoch.number == number:
@@ -173,38 +169,39 @@ class PackedDataset:
         documents = generator.permutation(self._documents)
         ends = np.cumsum(self._store.lengths[documents])
         epoch = _Epoch(number, documents, ends, int(generator.integers(1 << 63)))
-        # One assignment of a new tuple: a prefetching thread may read it at the same time.
+        # Assign a whole new tuple: the prefetching thread may read `_recent` at the same time.
         self._recent = (epoch, *self._recent[:1])
         return epoch
 
 
 def cut(stream: _Int64Array, ends: _Int64Array, seq_len: int, pack: bool) -> Sample:
-    """Return the sample made of the first S tokens of `stream` [S + 1] or [S].
+    """Return the sample of the first S tokens of `stream`, which has S + 1 tokens or S.
 
-    `ends`: end of each document's piece in `stream`, in tokens; used only with `pack`.
+    `ends`: where each document's part of `stream` ends, in tokens; used only with `pack`.
     """
     labels = np.full(seq_len, IGNORE_INDEX, dtype=np.int64)
     labels[: len(stream) - 1] = stream[1:]
     ends = ends[ends <= seq_len] if pack else ends[:0]
-    # A document that goes on after the sample ends at S + 1, so it was left out of `ends` above
-    # and the last token of the sample keeps its label.
+    # No label for the last token of each document. A document that goes on after the sample has its
+    # end at S + 1, which was left out above: the last token of the sample keeps its label.
     labels[ends - 1] = IGNORE_INDEX
     return Sample(stream[:seq_len], labels, positions_of(ends, seq_len))
 
 
 def positions_of(ends: _Int64Array, length: int) -> _Int64Array:
-    """Return positions [length] that restart at 0 after each of `ends`."""
+    """Return positions [length], counted from 0, that restart at each of `ends`."""
     places = np.arange(length)
     starts = np.zeros(length, dtype=np.int64)
     starts[ends[ends < length]] = ends[ends < length]
-    # The running maximum carries the start of each document to all of its tokens.
+    # `starts` has the index of each document's first token there, and 0 elsewhere. The running
+    # maximum carries it on to all tokens of the document.
     return places - np.maximum.accumulate(starts)
 
 
 def check_ids(tokens: TokenArray, *, vocab_size: int, where: str, start: int = 0) -> None:
-    """Raise ValueError for ids outside of [0, vocab_size), which have no row of the embedding.
+    """Raise ValueError for ids outside of [0, vocab_size), for which there is no embedding.
 
-    `where` names the document in the error, and `start` is the index of `tokens[0]` in it.
+    `where` names the document, and `start` is the index of `tokens[0]` in it, for the error.
     """
     if not len(tokens) or (tokens.min() >= 0 and tokens.max() < vocab_size):
         return
@@ -217,15 +214,15 @@ def check_ids(tokens: TokenArray, *, vocab_size: int, where: str, start: int = 0
 
 
 def shuffled(index: int, size: int, key: int) -> int:
-    """Return element `index` of a permutation of range(size) that `key` selects, in O(1).
+    """Return element `index` of the permutation of range(size) that `key` selects, in O(1).
 
-    A Feistel network permutes the range up to the next power of 4; a result outside of
-    range(size) is permuted again until it is inside (cycle walking).
-    Source: Black and Rogaway 2002, "Ciphers with arbitrary finite domains".
+    The permutation is computed, not stored. A Feistel network permutes the numbers below the next
+    power of 4; a result outside of range(size) is permuted again until it is inside (cycle
+    walking). Source: Black and Rogaway 2002, "Ciphers with arbitrary finite domains".
     """
     half = max(1, -(-(size - 1).bit_length() // 2))  # bits of each of the two halves
     mask = (1 << half) - 1
-    while True:  # ends: a permutation returns to `index`, which is inside
+    while True:  # this ends: repeated, a permutation comes back to `index`, which is inside
         left, right = index >> half, index & mask
         for turn in range(_SHUFFLE_ROUNDS):
             bits = hashed(key + right + (turn << half))

@@ -1,7 +1,7 @@
-"""Files of a source: found, copied if they are remote, and read as documents or rows.
+"""Finds the files of a source, copies remote ones, and reads their documents or rows.
 
-The order of files depends only on their paths. JSON is read one object at a time, without a common
-schema, which would lose keys where conversations differ. Tables are read batch by batch.
+The order of files depends only on their paths. JSON is read one object at a time and without a
+common schema: a schema would lose keys where conversations differ. Tables are read in batches.
 """
 
 import csv
@@ -46,57 +46,63 @@ _TEXT_SUFFIXES = frozenset({
 _TABLE_SUFFIXES = frozenset({".parquet", ".arrow", ".feather"})
 """Suffixes of tables that pyarrow reads."""
 _BATCH_ROWS = 1024
+"""Number of rows of a .parquet file that are read at a time."""
 _LINES = (".jsonl", ".ndjson")
+"""Suffixes of files with one JSON object on each line."""
 _CSV = {".csv": ",", ".tsv": "\t"}
-"""Separators of cells by suffix of a table in text form."""
+"""Suffixes of tables in text form, with the character that separates cells."""
 _RECORDS = (*_LINES, ".json", *_CSV, *sorted(_TABLE_SUFFIXES))
+"""Suffixes of files with objects or rows, see `has_records`."""
 _OF_FOLDERS = _TEXT_SUFFIXES | {*_LINES, *_TABLE_SUFFIXES}
-"""Suffixes taken from a folder, in which .json and .csv files often describe other files."""
+"""Suffixes of the files that are read from a folder. Not .json and .csv: in a folder, these often
+describe the other files."""
 _CHUNK = 2**20
 """Number of characters of a JSON array that are read at a time."""
 _BEGIN = 2**16
-"""Number of bytes within which the bracket of an array has to come."""
+"""Number of bytes at the beginning of a file in which the bracket of an array has to be."""
 _SPACE = re.compile(r"[ \t\r\n]*")
 _MOST_MISSING = 12
-"""Distance from the end, in characters, within which an error may mean that text is only cut off,
-as in the midst of \\u00e9 or -Infinity."""
+"""A JSON error at most this many characters before the end of the text read so far may only mean
+that the text is cut off, as inside of \\u00e9 or -Infinity."""
 
 _REMOTE = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
+"""Begin of a URL."""
 _HUB = re.compile(r"hf://(?!datasets/)([\w.-]+/[\w.-]+)(?::([\w.-]+))?")
+"""A data set of the Hugging Face hub: name, and split if given."""
 
-# Tests have files in odd encodings and generated tables; site-packages are not the library's.
+# Tests have files in odd encodings and generated tables; site-packages are other projects.
 _STDLIB_EXCLUDED_FOLDERS = frozenset(
     {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 )
 
 
 class Document(NamedTuple):
-    """The text of one document."""
+    """A document of a text source."""
 
     text: str
     num_bytes: int
-    """Its size in the file, for a progress bar."""
+    """Size of the document in its file, for a progress bar."""
 
 
 class JsonLine(NamedTuple):
-    """A line or entry of a JSON file, or a row of a table."""
+    """An object in a JSON file (a line, or an entry of an array), or a row of a table."""
 
     record: dict[str, Any]
-    """Its values by key, without those that are null."""
+    """The values by key, without those that are null."""
     where: str
-    """File and line, entry or row, for messages."""
+    """File, and line, entry or row in it, for errors."""
     num_bytes: int
-    """Size in bytes of the decompressed file; in characters for arrays and .csv files."""
+    """Size in the decompressed file: bytes, or characters for JSON arrays and .csv files."""
 
 
 def find_files(
     source: str | Sequence[str], *, key: str = "data.source", as_text: bool = False
 ) -> list[Path]:
-    """Return the files of `source` in the order of its items, sorted inside each folder and glob.
+    """Return the files of `source`, in the order of its items; those of an item are sorted.
 
-    `as_text` also accepts files of unknown suffixes, as plain text. `key` names the source in
-    errors. Raises FileNotFoundError for an item that matches nothing, and ValueError for an empty
-    file or one of an unknown suffix.
+    An item is a path, a folder or a glob. `as_text` also accepts files with unknown suffixes, as
+    plain text. `key` names the source in errors. Raises FileNotFoundError for an item that matches
+    nothing, and ValueError for an empty file or one with an unknown suffix.
     """
     items = [source] if isinstance(source, str) else source
     found = [path for item in items for path in _files_of_item(item, key)]
@@ -112,9 +118,9 @@ def find_files(
 
 
 def read_documents(path: Path, *, text_key: str = "text") -> Iterator[Document]:
-    """Yield the documents of one file that are not empty; a text file is one document.
+    """Yield the documents of a file that are not empty; a text file is one document.
 
-    Raises ValueError naming the file, and the line, entry or row.
+    Raises ValueError, with the file and the line, entry or row.
     """
     if has_records(path):
         for line in read_records(path):
@@ -134,7 +140,7 @@ def read_documents(path: Path, *, text_key: str = "text") -> Iterator[Document]:
 
 
 def _files_of_item(item: str, key: str) -> list[Path]:
-    """Return the files of one item of a source; raises as `find_files` does."""
+    """Return the files of one item of a source; raise the errors of `find_files`."""
     path = Path(item).expanduser()
     if item == PYTHON_STDLIB:
         return _stdlib_files()
@@ -173,9 +179,9 @@ def _files_of_item(item: str, key: str) -> list[Path]:
 
 
 def _stdlib_files() -> list[Path]:
-    """Return the .py sources of the running Python's standard library, about 11 MB.
+    """Return the .py files of the running Python's standard library, about 11 MB.
 
-    They differ between Python versions, so loss curves compare only within one version.
+    They differ between versions of Python, and so do losses on them.
     """
     root = Path(sysconfig.get_paths()["stdlib"])
     files = _walk(root, frozenset({".py"}), _STDLIB_EXCLUDED_FOLDERS)
@@ -188,7 +194,7 @@ def _stdlib_files() -> list[Path]:
 
 
 def _suffix(path: Path) -> str:
-    """Return the suffix that selects the format, in lower case: .jsonl for A.JSONL.gz."""
+    """Return the suffix that decides the format of a file, in lower case: .jsonl for A.JSONL.gz."""
     name = Path(path.name.lower())
     inner = Path(name.stem).suffix if name.suffix in (".gz", ".zst") else ""
     return inner if inner in (*_LINES, ".json", *_CSV) else name.suffix
@@ -201,27 +207,29 @@ def _walk(root: Path, suffixes: frozenset[str], excluded: frozenset[str]) -> lis
     """
     files = []
     for folder, names, file_names in os.walk(root):
-        # In place: os.walk descends only into the names that stay in this list.
+        # Change the list in place: os.walk descends into the folders that stay in it.
         names[:] = [n for n in names if n not in excluded and not n.startswith(".")]
         paths = (Path(folder, name) for name in file_names if not name.startswith("."))
         files += [path for path in paths if _suffix(path) in suffixes and path.is_file()]
     whole = {str(path) for path in files}
     for path in files:
         if path.suffix.lower() in (".gz", ".zst") and str(path.with_suffix("")) in whole:
-            raise ValueError(f"{path} stands beside {path.stem}, its text: remove one of them")
-    # By parts: as strings, "a-b" would sort before "a/b", since "-" is less than "/".
+            raise ValueError(
+                f"{path} is next to {path.stem}, so the same text would be read twice: remove one"
+            )
+    # Compare parts of paths: as strings, "a-b" would come before "a/b", since "-" is before "/".
     return sorted(files, key=lambda path: path.relative_to(root).parts)
 
 
 def has_records(path: Path) -> bool:
-    """Return whether a file holds objects with keys: JSON, or rows of a table."""
+    """Return True if a file has objects with keys (JSON or rows of a table), by its suffix."""
     return _suffix(path) in _RECORDS
 
 
 def read_records(path: Path) -> Iterator[JsonLine]:
-    """Yield the objects of a file for which `has_records` is true.
+    """Yield the objects or rows of a file for which `has_records` is true.
 
-    Raises ValueError naming the file and the line, entry or row.
+    Raises ValueError, with the file and the line, entry or row.
     """
     suffix = _suffix(path)
     if suffix in _LINES:
@@ -236,9 +244,9 @@ def read_records(path: Path) -> Iterator[JsonLine]:
 
 
 def read_jsonl(path: Path) -> Iterator[JsonLine]:
-    """Yield the objects of a file of JSON lines, without blank lines.
+    """Yield the objects of a file of JSON lines; blank lines are skipped.
 
-    Raises ValueError naming the file and the line that is not a JSON object.
+    Raises ValueError, with the file and the line, for a line that is not a JSON object.
     """
     with _opened(path) as lines:
         for number, line in enumerate(lines, start=1):
@@ -250,8 +258,8 @@ def read_jsonl(path: Path) -> Iterator[JsonLine]:
 def _read_json(path: Path) -> Iterator[JsonLine]:
     """Yield the entries of a JSON array, or the lines of a .json file that begins with an object.
 
-    The file is decoded piece by piece: `held` is the text read so far from the current entry on,
-    and is extended until the entry and the comma or bracket after it are in it.
+    An array is decoded entry by entry: `held` is the text from the current entry on, as far as it
+    was read. More is read until it has the entry and the comma or bracket after that.
     """
     with _opened(path) as file:
         begin = file.read(_BEGIN).removeprefix(b"\xef\xbb\xbf").lstrip()[:1]
@@ -268,20 +276,20 @@ def _read_json(path: Path) -> Iterator[JsonLine]:
         while True:
             where, end, fault = f"{path}, entry {number}", len(held), "it is cut off"
             at = _after_space(held, at)  # raw_decode refuses white space before a value
-            # An empty array. After a comma, a bracket is an error.
+            # An empty array; a bracket after a comma is an error.
             if held[at : at + 1] == "]" and number == 1:
                 at += 1
                 break
             try:
                 record, end = decoder.raw_decode(held, at)
                 end = _after_space(held, end)
-                # At the end of `held`, a comma or the rest of a number may still follow.
+                # If the entry ends where `held` does, the rest of a number may still be unread.
                 is_cut_off = end == len(held)
                 fault = fault if is_cut_off else "no comma follows it"
             except RecursionError:
                 raise ValueError(f"{where} is nested too deeply: correct or remove it") from None
             except json.JSONDecodeError as error:
-                # An error far from the end of `held` would still be there with more text.
+                # More text can only help if the error is near the end of `held`.
                 is_cut_off = error.pos > len(held) - _MOST_MISSING or "Unterminated" in error.msg
                 fault = f"{error.msg}, {max(0, error.pos - at)} characters after its beginning"
             if held[end : end + 1] in (",", "]"):
@@ -290,7 +298,8 @@ def _read_json(path: Path) -> Iterator[JsonLine]:
                 if held[end] == "]":
                     break
                 continue
-            # Read twice as much each time, so that a long entry is decoded only a few times.
+            # Read twice as much each time: each attempt decodes the entry from its beginning, so a
+            # long one is decoded only a few times.
             if not is_cut_off or not (more := text.read(size)):
                 raise ValueError(f"{where} is not JSON ({fault}): correct or remove it")
             held, at, size = held[at:] + more, 0, 2 * size
@@ -299,8 +308,8 @@ def _read_json(path: Path) -> Iterator[JsonLine]:
 
 
 def _read_csv(path: Path, separator: str) -> Iterator[JsonLine]:
-    """Yield the rows of a .csv or .tsv file, with the first row as keys; every cell is text."""
-    csv.field_size_limit(sys.maxsize)  # the default of 131,072 characters is less than a document
+    """Yield the rows of a .csv or .tsv file; the first row has the keys, all values are text."""
+    csv.field_size_limit(sys.maxsize)  # documents may be longer than the default, 131,072
     with _opened(path) as file:
         text = TextIOWrapper(file, encoding="utf-8-sig", newline="")
         rows = csv.DictReader(text, delimiter=separator, strict=True)
@@ -324,7 +333,10 @@ def _after_space(text: str, at: int) -> int:
 
 @contextmanager
 def _opened(path: Path) -> Iterator[IO[bytes]]:
-    """Open a file for reading, decompressed by its suffix; raise ValueError if it is damaged."""
+    """Context with a file open for reading, decompressed if its suffix says so.
+
+    Raises ValueError if the file is damaged or not UTF-8.
+    """
     try:
         with _decompressed(path) as file:
             yield file
@@ -337,7 +349,7 @@ def _opened(path: Path) -> Iterator[IO[bytes]]:
 
 
 def _decompressed(path: Path) -> Any:
-    """Open a file for reading through the decompressor for its suffix, if it has one."""
+    """Open a file for reading, through the decompressor for .gz or .zst."""
     suffix = path.suffix.lower()
     if suffix == ".gz":
         return gzip.open(path)
@@ -354,11 +366,11 @@ def _decompressed(path: Path) -> Any:
 
 
 def _json_line(record: dict[str, Any], where: str, num_bytes: int) -> JsonLine:
-    """Return a line without the keys that are null, at every depth.
+    """Return a `JsonLine` without keys that are null, at any depth.
 
-    A table has every key in every row, and so has the JSON that `datasets` writes.
+    Tables have every key in every row, and so has JSON that `datasets` writes: null is none.
     """
-    # `where` lists them: else an error would call a key missing that the user sees in the file.
+    # Name these keys in `where`: else an error would call a key missing that is in the file.
     null = ", ".join(key for key, value in record.items() if value is None)
     where += f" (null: {null})" if null else ""
     try:
@@ -375,7 +387,7 @@ def _without_null(value: Any) -> Any:
 
 
 def _parsed(line: bytes, where: str) -> dict[str, Any]:
-    """Return the JSON object in a line; raise ValueError if it is anything else."""
+    """Return the JSON object in a line; raise ValueError if the line is not one."""
     try:
         record = json.loads(line)
     except ValueError as error:
@@ -396,7 +408,7 @@ def _checked(record: Any, where: str) -> dict[str, Any]:
 
 
 def _text_of_line(record: dict[str, Any], text_key: str, where: str) -> str:
-    """Return the text of one object; raise ValueError naming the place and the key if none."""
+    """Return the text under `text_key`; raise ValueError, with the place, if there is none."""
     if text_key not in record:
         raise ValueError(
             f"{where} has no key {text_key!r}, only {', '.join(map(repr, record)) or 'none'}: set "
@@ -410,16 +422,16 @@ def _text_of_line(record: dict[str, Any], text_key: str, where: str) -> str:
         )
     try:
         text.encode("utf-8")
-    except UnicodeEncodeError as error:  # JSON can escape half of a surrogate pair
+    except UnicodeEncodeError as error:  # half of a surrogate pair, which JSON can escape
         raise ValueError(f"{where} holds text that is not Unicode: {error.reason}") from None
     return text
 
 
 def _saved_files(folder: Path) -> list[Path] | None:
-    """Return the Arrow files, in order, of a folder that `datasets` wrote with `save_to_disk`.
+    """Return the Arrow files, in order, of a folder that `save_to_disk` of `datasets` wrote.
 
-    None for any other folder. Raises ValueError for several splits, for a selection of rows that
-    is stored only as indices, and for files outside of the folder.
+    Returns None for other folders. Raises ValueError for several splits, for a selection of rows
+    that is stored as indices, and for files outside of the folder.
     """
     if (folder / "dataset_dict.json").exists():
         found = read_json(folder / "dataset_dict.json").get("splits")
@@ -440,7 +452,7 @@ def _saved_files(folder: Path) -> list[Path] | None:
     files = []
     for entry in entries:
         name = entry.get("filename") if isinstance(entry, dict) else None
-        # A path could lead out of the folder, to any file of this machine.
+        # Only a name, not a path, which could point to any file of this machine.
         if not isinstance(name, str) or Path(name).name != name:
             raise ValueError(
                 f"is not read: its state.json names the file {json.dumps(name)}, which is not in"
@@ -453,9 +465,9 @@ def _saved_files(folder: Path) -> list[Path] | None:
 
 
 def _read_table(path: Path) -> Iterator[tuple[dict[str, Any], int]]:
-    """Yield each row of a file, with the mean size in memory, in bytes, of the rows of its batch.
+    """Yield each row of a table, with the mean number of bytes of the rows in its batch.
 
-    Raises ValueError if the file is damaged, has a value that Python cannot represent, or if
+    Raises ValueError if the file is damaged or has a value that Python cannot represent, and if
     pyarrow is not installed.
     """
     require(f"data.source={path}", "pyarrow", extra="data")
@@ -470,12 +482,12 @@ def _read_table(path: Path) -> Iterator[tuple[dict[str, Any], int]]:
             column = ""
             for row in zip(*columns, strict=True):
                 yield dict(zip(names, row, strict=True)), num_bytes
-    except Exception as error:  # also for values that Python lacks, such as dates after year 9999
+    except Exception as error:  # of any type, also for values such as dates after year 9999
         raise ValueError(f"{path}{column} cannot be read: {error}") from error
 
 
 def _batches(path: Path) -> Iterator[Any]:
-    """Yield the record batches of a file."""
+    """Yield the record batches of a .parquet or Arrow file."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -486,7 +498,7 @@ def _batches(path: Path) -> Iterator[Any]:
     with pa.memory_map(str(path)) as source:
         try:
             reader = pa.ipc.open_file(source)
-        except pa.ArrowInvalid:  # not the file format, so the stream format, as `datasets` writes
+        except pa.ArrowInvalid:  # not Arrow's file format: its stream format, as of `datasets`
             source.seek(0)
             yield from pa.ipc.open_stream(source)
         else:
@@ -494,11 +506,11 @@ def _batches(path: Path) -> Iterator[Any]:
 
 
 def local_copies(items: Sequence[str], key: str) -> list[str]:
-    """Return `items` with remote ones (`s3://`, `hf://`) replaced by the paths of local copies.
+    """Return `items`, with the paths of local copies in place of URLs (`s3://`, `hf://`).
 
-    Copies are kept in `$ISP_CACHE` (default: `~/.cache/isp`), and made again when the remote file
-    has changed. Raises ValueError, with `key`, if an item cannot be reached, or the package for it
-    is not installed.
+    Copies are kept in `$ISP_CACHE` (default: `~/.cache/isp`), and made again if the remote file has
+    changed. Raises ValueError, with `key`, if an item cannot be read, or the package for it is not
+    installed.
     """
     return [path for item in items for path in _local(item, key)]
 
@@ -515,24 +527,24 @@ def _local(item: str, key: str) -> list[str]:
     except Exception as error:  # file systems and networks raise exceptions of their own
         why = first_line(error)
         fault = f"{key}={item} cannot be read ({why})"
-        # A ValueError is a wrong scheme or split, which `why` explains.
+        # A ValueError means a wrong scheme or split, not the network.
         if not isinstance(error, ValueError):
             fault += ": without a network, copy it to this machine and name the copy"
         raise ValueError(fault) from error
 
 
 def _of_hub(name: str, split: str) -> list[str]:
-    """Return the Arrow files of a split in the cache of `datasets`, which downloads them once."""
+    """Return the Arrow files of a split, in the cache to which `datasets` downloads them once."""
     from datasets import load_dataset
 
     return [file["filename"] for file in load_dataset(name, split=split).cache_files]
 
 
 def _copied(url: str) -> list[str]:
-    """Copy the files of `url` and return the paths of the copies.
+    """Copy what `url` names, and return local paths.
 
-    A glob gives all its files, a folder the copied folder, and a .bin or .idx the .bin of the
-    pair, whose index, labels and tokenizer record are copied with it.
+    For a glob these are the copies of its files, for a folder the copied folder. For a .bin or .idx
+    it is the .bin of the pair; index, labels and the record of the tokenizer are copied, too.
     """
     from filelock import FileLock  # comes with torch
     from fsspec.core import url_to_fs
@@ -542,7 +554,7 @@ def _copied(url: str) -> list[str]:
     is_pair, is_folder = suffix in (".bin", ".idx"), system.isdir(path)
     if is_pair:
         more = [f"{stem}.labels.idx", f"{stem}.labels.bin", f"{stem}.tokenizer.json"]
-        found = [*filter(system.exists, more), f"{stem}.idx", f"{stem}.bin"]  # .bin last: see below
+        found = [*filter(system.exists, more), f"{stem}.idx", f"{stem}.bin"]  # .bin is returned
     elif is_folder:
         found = sorted(system.find(path))
     elif "://" in path:  # http, which has no folders
@@ -552,12 +564,12 @@ def _copied(url: str) -> list[str]:
         found = sorted(file for file in matches if matches[file]["type"] != "directory")
     if not found:
         raise FileNotFoundError("it matches no file")
-    # Without the query of a URL, so that the copy ends with the suffix that selects the format.
+    # Cut off the query of a URL: the name of the copy has to end with the suffix of its format.
     names = [file.partition("?")[0] if "://" in file else file for file in found]
     above = path if is_folder else os.path.commonpath([os.path.dirname(name) for name in names])
     root = Path(os.environ.get("ISP_CACHE", "~/.cache/isp")).expanduser()
-    # `ukey` is fsspec's hash of a file's properties, so a changed file gets another folder. Of http
-    # it is a hash of the URL, so files there count as unchanging.
+    # `ukey` is fsspec's hash of a file's properties: a file that has changed gets another folder.
+    # For http it is a hash of the URL, so a change there is not noticed.
     named = root / sha256("".join(map(system.ukey, found)).encode()).hexdigest()[:16]
     copies = [str(named / os.path.relpath(name, above)) for name in names]
     named.mkdir(parents=True, exist_ok=True)
@@ -567,8 +579,9 @@ def _copied(url: str) -> list[str]:
                 part = copy.with_name(f".{copy.name}.{gethostname()}.{os.getpid()}")
                 copy.parent.mkdir(parents=True, exist_ok=True)
                 system.get_file(file, str(part))
-                # Renamed when complete: a copy that was cut off is made again. The name has host
-                # and process, since on some file systems locks hold on one machine only.
+                # Rename it when it is complete, so that a copy that was cut off is made again. Its
+                # first name has host and process: on some file systems the lock only works among
+                # processes of one machine.
                 part.replace(copy)
     if is_folder:
         return [str(named)]

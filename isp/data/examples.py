@@ -1,8 +1,7 @@
-"""Reading a source as text or as examples for fine-tuning: `SourceReader`.
+"""`SourceReader`: reads a source as text, or as examples for fine-tuning.
 
-[Note: Labels on disk] `PREFIX.bin/.idx` has the tokens of each example as one document, and
-`PREFIX.labels.bin/.idx` their labels, in the same order. Without the second pair, all tokens are
-trained.
+Examples on disk are two `.bin/.idx` pairs, tokens and labels. See [Note: Labels on disk] in
+docs/design/notes/data.md.
 """
 
 from collections import Counter
@@ -34,7 +33,7 @@ from isp.data.indexed import (
 )
 from isp.data.stores import ConcatStore, EndedStore, MemoryStore, TokenStore
 from isp.data.tokenizer import TokenArray, Tokenizer, with_bos
-from isp.data.turns import read_beside, read_talk, with_system
+from isp.data.turns import read_talk, read_template_inputs, with_system
 
 __all__ = [
     "LABEL_DTYPE",
@@ -49,34 +48,35 @@ __all__ = [
 ]
 
 LABEL_DTYPE = np.dtype(np.int32)
-"""Type of labels on disk and in memory, which holds `IGNORE_INDEX` and any id."""
-_BESIDE = {"system", "tools", "chat_template_kwargs"}
-"""Keys of a row that go to the chat template with its messages."""
+"""Dtype of labels on disk and in memory: it has space for any id and for `IGNORE_INDEX`."""
+_TEMPLATE_INPUTS = {"system", "tools", "chat_template_kwargs"}
+"""Keys of a row that the chat template gets in addition to messages."""
 _USED = {
-    Format.MESSAGES: {"messages", "conversations"} | _BESIDE,
-    Format.PREFERENCES: {"prompt", "chosen", "rejected"} | _BESIDE,
-    Format.COMPLETIONS: {"prompt", "completion"} | _BESIDE,
+    Format.MESSAGES: {"messages", "conversations"} | _TEMPLATE_INPUTS,
+    Format.PREFERENCES: {"prompt", "chosen", "rejected"} | _TEMPLATE_INPUTS,
+    Format.COMPLETIONS: {"prompt", "completion"} | _TEMPLATE_INPUTS,
     Format.TOKENS: {"input_ids", "labels", "attention_mask", "position_ids"},
 }
-"""Keys of a row that are read, by format; the log lists the others."""
+"""By format, the keys of a row that are read; the log lists the keys that are not."""
 _ANSWERS = {Format.PREFERENCES: ("chosen", "rejected"), Format.COMPLETIONS: ("completion",)}
-"""Keys of the answers to a prompt, by format."""
+"""By format, the keys of a row that have answers to its prompt."""
 
 
 class ExampleStore(NamedTuple):
-    """Tokens and labels of examples; document d of `labels` belongs to document d of `tokens`."""
+    """Stores with the tokens and the labels of examples: one document for each, in equal order."""
 
     tokens: TokenStore
     labels: TokenStore
 
 
 def find_format(items: list[str], asked: Format, *, text_key: str, key: str) -> Format:
-    """Return the format of the items of a source, for which only first lines are read.
+    """Return the format of the items of a source; reads the first line of each file at most.
 
-    If several formats of examples are mixed, MESSAGES comes first, so that the caller opens a chat
-    template. Raises ValueError for text mixed with examples, or pairs of preferences with others.
+    If several formats of examples are mixed, returns MESSAGES if it is one of them, since those
+    need a chat template. Raises ValueError for text mixed with examples, and for pairs of
+    preferences mixed with other examples.
     """
-    found: dict[Format, str] = {}
+    found: dict[Format, str] = {}  # with the first file of each format, for the error
     for item in items:
         if (prefix := indexed_prefix(item)) is not None:
             found.setdefault(_pair_format(prefix, asked), str(prefix))
@@ -95,9 +95,9 @@ def find_format(items: list[str], asked: Format, *, text_key: str, key: str) -> 
 
 
 def file_format(path: Path, asked: Format, text_key: str) -> Format:
-    """Return the format of the lines of a file: `asked`, or if AUTO by the keys of its first line.
+    """Return the format of the rows of a file: `asked`, or for AUTO by the keys of the first row.
 
-    Raises ValueError for a file without keys if a format other than text is asked for.
+    Raises ValueError for a file without keys (plain text) if another format than text is asked for.
     """
     if asked is not Format.AUTO:
         if not has_records(path) and asked is not Format.TEXT:
@@ -118,25 +118,26 @@ def file_format(path: Path, asked: Format, text_key: str) -> Format:
 
 
 def _pair_format(prefix: Path, asked: Format) -> Format:
-    """Return TOKENS for a pair with labels, or if asked for; else TEXT.
+    """Return the format of the .bin/.idx pair `prefix`: TOKENS if it has labels, else TEXT.
 
-    Raises ValueError if messages are asked for and the pair has no labels.
+    `asked` may be either of the two. Raises ValueError if messages are asked for and the pair has
+    no labels.
     """
     if asked is not Format.TEXT and _has_labels(prefix):
         return Format.TOKENS
     if asked is Format.MESSAGES:
         raise ValueError(
-            f"data.format={asked}: {prefix}.bin has no labels beside it: data.format=tokens trains"
-            " all of its tokens, or `isp data prepare` writes labels from a .jsonl file"
+            f"data.format={asked}: there are no labels next to {prefix}.bin: data.format=tokens"
+            " trains all of its tokens, or `isp data prepare` writes labels from a .jsonl file"
         )
     return Format.TOKENS if asked is Format.TOKENS else Format.TEXT
 
 
 class SourceReader:
-    """Reads the files and pairs of a source, as text or as examples.
+    """Reads the files and .bin/.idx pairs of a source, as text or as examples.
 
-    `key` names the source in messages; `template` is a file with a chat template, which replaces
-    the tokenizer's. Creating a reader reads at most the first line of each file. Raises
+    `key` names the source in errors; `template` is the path of a chat template, which replaces the
+    tokenizer's. The constructor reads at most the first line of each file, and raises
     FileNotFoundError or ValueError for a source, or a chat template, that cannot be read.
     """
 
@@ -171,11 +172,11 @@ class SourceReader:
         self.has_chats = has_turns
         """True if the source has conversations that the chat template renders."""
         self.takes_bos = has_texts and bool(tokenizer.bos)
-        """True if the source has texts before which the tokenizer puts a token."""
+        """True if the source has texts, and the tokenizer puts a token before texts."""
         self._bos = tokenizer.bos if add_bos else ()
 
     def check(self) -> None:
-        """Raise the errors of `open` that missing pairs and the first lines of files cause."""
+        """Raise those errors of `open` that pairs and the first lines of files show."""
         for item in self.items:
             if (prefix := indexed_prefix(item)) is not None:
                 check_pair(prefix)
@@ -184,18 +185,19 @@ class SourceReader:
 
     @property
     def files(self) -> list[Path]:
-        """All files of the source except those of pairs."""
+        """All files of the source, except .bin/.idx pairs."""
         items = [item for item in self.items if indexed_prefix(item) is None]
         return self._find(items)
 
     def _find(self, items: list[str]) -> list[Path]:
+        """Return the files of `items`, none of which is a .bin/.idx pair."""
         return find_files(items, key=self._key, as_text=self._asked is Format.TEXT)
 
     def read(self, path: Path) -> Iterator[tuple[list[Example], int]]:
-        """Yield the examples of each line or text document, and its size in the file in bytes.
+        """Yield the examples of each row or text document of a file, and its size in bytes.
 
-        A document is one example, trained as a whole and without eos. Counts the keys that are not
-        used. Raises ValueError naming the file and the line.
+        A document is one example, trained as a whole, without eos. Keys that are not used are
+        counted, for `unused`. Raises ValueError, with the file and the line.
         """
         form = file_format(path, self._asked, self._text_key)
         if form is Format.TEXT:
@@ -206,9 +208,9 @@ class SourceReader:
         for line in read_records(path):
             if form is Format.MESSAGES:
                 assert self._template is not None
-                turns, beside = read_talk(line)
-                examples = [self._template.example(turns, line.where, **beside._asdict())]
-                self._unused.update(self._template.unnamed(turns, **beside._asdict()))
+                turns, inputs = read_talk(line)
+                examples = [self._template.example(turns, line.where, **inputs._asdict())]
+                self._unused.update(self._template.unnamed(turns, **inputs._asdict()))
             elif form in _ANSWERS:
                 keys = _ANSWERS[form]
                 examples = _read_answers(line, keys, self._tokenizer, self._template, self._bos)
@@ -218,16 +220,16 @@ class SourceReader:
             yield examples, line.num_bytes
 
     def _kinds(self, form: Format) -> tuple[bool, bool]:
-        """Return whether the source has messages, and whether it has texts, by its first lines.
+        """Return two bools: the source has messages; it has texts. Reads first lines at most.
 
-        A pair has neither, since it has token ids.
+        A .bin/.idx pair has neither, but token ids.
         """
         if form is Format.TEXT:
             return False, not all(map(indexed_prefix, self.items))
         has_turns = has_texts = False
         for path in filter(has_records, self.files):
             form = file_format(path, self._asked, self._text_key)
-            # Answers to a prompt may be texts or messages; only the line itself shows which.
+            # Answers to a prompt may be texts or messages, in the same format: look at a line.
             first = next(read_records(path), None) if form in _ANSWERS else None
             if first is not None and _is_text(first.record):
                 has_texts = True
@@ -236,13 +238,13 @@ class SourceReader:
         return has_turns, has_texts
 
     def encode(self, text: str) -> TokenArray:
-        """Return the tokens of a document with BOS, without eos; nothing for an empty document."""
+        """Return the tokens of a document, with BOS, without eos; none if it is empty."""
         tokens = self._tokenizer.encode(text)
         return with_bos(tokens, self._bos) if len(tokens) else tokens
 
     @property
     def begin(self) -> str:
-        """Sentence on the BOS of texts for the log; "" if the tokenizer adds none."""
+        """Sentence for the log: whether texts begin with a BOS; "" if the tokenizer has none."""
         if not self.takes_bos:
             return ""
         token = self._tokenizer.decode(np.array(self._tokenizer.bos), special=True)
@@ -250,28 +252,29 @@ class SourceReader:
 
     @property
     def unused(self) -> str:
-        """Keys that were not used, with the number of rows that have them, for the log; or ""."""
+        """Sentence for the log: keys that were not used, with numbers of rows; "" for none."""
         listed = ", ".join(f"{key} ({count:,})" for key, count in sorted(self._unused.items()))
         return listed and f"not used, by rows: {listed}"
 
     @property
     def note(self) -> str:
-        """`begin` and `unused` as the end of the summary of the source."""
+        """`begin` and `unused`, to be appended to the summary of the source."""
         return "".join(f"; {words}" for words in (self.begin, self.unused) if words)
 
     def open(self) -> ExampleStore:
-        """Return all examples: files are tokenized into memory, and pairs are mapped.
+        """Return all examples; files are tokenized into memory, and pairs are memory-mapped.
 
-        Documents of text end with eos. Raises ValueError for a file that cannot be read, and for
-        an item without a trained token.
+        Documents of text end with eos. Raises ValueError for a file that cannot be read, and for an
+        item without a trained token.
         """
         stores = list(map(self._open, self.items))
         if len(stores) == 1:
             return stores[0]
+        # Join all stores of tokens, and all stores of labels.
         return ExampleStore(*(ConcatStore(column) for column in zip(*stores, strict=True)))
 
     def _open(self, item: str) -> ExampleStore:
-        """Return the examples of one item; see `open`."""
+        """Return the examples of one item of the source; see `open`."""
         prefix, name = indexed_prefix(item), f"{self._key}={item}"
         if prefix is not None and not self.is_text:
             return _open_pairs(prefix)
@@ -290,8 +293,9 @@ class SourceReader:
                 store = MemoryStore(name, (tokens for tokens, _ in examples), dtype=dtype)
             check_any(len(store.lengths), name)
             store = EndedStore(store, self._tokenizer.eos_id)
-            return ExampleStore(store, store)  # every token of a text is its own label
-        of_files = list(examples)
+            # All tokens of a text are trained, so its labels are its tokens.
+            return ExampleStore(store, store)
+        of_files = list(examples)  # a list: tokens and labels go to two stores
         check_trained(any(count_trained(labels) for _, labels in of_files), name)
         tokens, labels = zip(*of_files, strict=True)
         return ExampleStore(
@@ -300,13 +304,13 @@ class SourceReader:
 
 
 def check_any(num_documents: int, name: str) -> None:
-    """Raise ValueError if `name`, a source of text, has no documents."""
+    """Raise ValueError if the source of text called `name` has no documents."""
     if not num_documents:
         raise ValueError(f"{name} holds no documents: every file of it is empty")
 
 
 def check_trained(trained: bool, name: str) -> None:
-    """Raise ValueError for the source `name` unless a token of it is `trained`."""
+    """Raise ValueError unless the source called `name` has a trained token."""
     if not trained:
         raise ValueError(
             f"{name} has no token to train on: no message with the role 'assistant', or no label"
@@ -315,17 +319,20 @@ def check_trained(trained: bool, name: str) -> None:
 
 
 def count_trained(labels: TokenArray) -> int:
-    """Return the number of trained tokens of an example; the first has none to predict it."""
+    """Return the number of trained tokens of an example, given its labels.
+
+    The first token does not count, since there is no token before it that predicts it.
+    """
     return int(np.count_nonzero(labels[1:] != IGNORE_INDEX))
 
 
 def labels_prefix(prefix: Path) -> Path:
-    """Return the prefix of the labels of the pair `prefix`; see [Note: Labels on disk]."""
+    """Return the prefix of the pair with the labels of the pair `prefix` [Note: Labels on disk]."""
     return prefix.with_name(prefix.name + ".labels")
 
 
 def _has_labels(prefix: Path) -> bool:
-    """Return True if the pair `prefix` has a pair of labels."""
+    """Return True if there are labels for the pair `prefix`."""
     labels = labels_prefix(prefix)
     return labels.with_name(labels.name + ".idx").exists()
 
@@ -351,19 +358,20 @@ _REFUSED = {
     **dict.fromkeys(("assistant_masks", "completion_mask", "loss_mask", "prompt_mask"), _LABELS),
     "seq_lengths": "write 'position_ids' that restart at 0 at each document",
 }
-"""Keys by which other programs give labels and positions, with the key to use here."""
+"""Keys in which other programs have labels and positions, with the remedy for each."""
 
 
 def _documents(line: JsonLine, *, vocab_size: int) -> list[Example]:
-    """Return the examples of a line with `input_ids`: one for each restart of `position_ids`.
+    """Return the examples of a row with `input_ids`: one, or one for each 0 in `position_ids`.
 
-    Raises ValueError, with the place and the key, for values that are not aligned or in range.
+    Raises ValueError, with the place and the key, for lists of other lengths, and values out of
+    range.
     """
     record, where = line.record, line.where
     tokens = _ids(record, "input_ids", where)
     check_ids(tokens, vocab_size=vocab_size, where=where)
     labels = _aligned(record, "labels", where, tokens)
-    trained = np.where(labels == IGNORE_INDEX, 0, labels)
+    trained = np.where(labels == IGNORE_INDEX, 0, labels)  # check the labels that are ids
     check_ids(trained, vocab_size=vocab_size, where=f"{where}, 'labels'")
     if (_aligned(record, "attention_mask", where, np.ones_like(tokens)) != 1).any():
         raise ValueError(
@@ -374,26 +382,27 @@ def _documents(line: JsonLine, *, vocab_size: int) -> list[Example]:
         if name in record:
             raise ValueError(f"{where} has {name!r}, which is not read: {instead}")
     positions = _aligned(record, "position_ids", where, np.arange(len(tokens)))
-    # Each position 0 begins a document, in which positions have to count up by one.
+    # A document begins at each position 0. In it, positions have to count up by one.
     begins = np.flatnonzero(positions == 0)
     expected = np.arange(len(tokens))
     if len(begins) and begins[0] == 0:
-        # Subtract from each token's index that of the first token of its document.
+        # The position of a token is its index minus that of the first token of its document.
         expected -= np.repeat(begins, np.diff(begins, append=len(tokens)))
     if (differ := np.flatnonzero(positions != expected)).size:
         raise ValueError(
             f"{where}: 'position_ids' has {positions[differ[0]]} at token {differ[0]}: positions"
             f" count up from 0, and restart at 0 at each document"
         )
+    # Split before each document but the first.
     return list(map(Example, np.split(tokens, begins[1:]), np.split(labels, begins[1:])))
 
 
 def _aligned(
     record: dict[str, Any], name: str, where: str, default: npt.NDArray[np.integer[Any]]
 ) -> TokenArray:
-    """Return the integers under `name`, or `default` if there are none.
+    """Return the list of integers under `name` in a row, or `default` if there is none.
 
-    Raises ValueError if there are not as many as `default` has.
+    Raises ValueError if it has another length than `default`.
     """
     if record.get(name) is None:
         return default
@@ -408,7 +417,7 @@ def _aligned(
 
 
 def _ids(record: dict[str, Any], name: str, where: str) -> TokenArray:
-    """Return the list of integers under `name`; raise ValueError for anything else."""
+    """Return the list of integers under `name` in a row; raise ValueError for other values."""
     ids = record.get(name)
     if not isinstance(ids, list) or not ids or {*map(type, ids)} != {int}:
         raise ValueError(f"{where} has no {name!r} that is a list of whole numbers")
@@ -419,7 +428,7 @@ def _ids(record: dict[str, Any], name: str, where: str) -> TokenArray:
 
 
 def _is_text(record: dict[str, Any]) -> bool:
-    """Return True if the answers of a line are text, False if they are messages."""
+    """Return True if the answers in a row are texts, False if they are messages."""
     return isinstance(record.get("chosen", record.get("completion")), str)
 
 
@@ -430,12 +439,11 @@ def _read_answers(
     template: ChatTemplate | None,
     bos: tuple[int, ...] = (),
 ) -> list[Example]:
-    """Return an example for the answer under each of `keys`, of which only the answer is trained.
+    """Return an example of prompt and answer for each of `keys`; only the answer is trained.
 
-    Prompt and answers are texts, which begin with `bos` and end with eos, or lists of messages.
-    Two answers without a `prompt` have as prompt what both begin with. Raises ValueError naming
-    the line.
-    Source: the prompt-completion and preference formats of TRL.
+    Prompt and answers are texts, which begin with `bos` and end with eos, or lists of messages. If
+    a row has two answers and no `prompt`, what both begin with is the prompt. Raises ValueError,
+    with the line. Source: the prompt-completion and preference formats of TRL.
     """
     record, where = line.record, line.where
     answers: list[Any] = [record.get(key) for key in keys]
@@ -449,14 +457,15 @@ def _read_answers(
                 f" must be of the same kind"
             )
     if len(keys) == 1 and not asked:
-        raise ValueError(f"{where}: 'prompt' must not be empty beside 'completion'")
+        raise ValueError(f"{where}: 'prompt' must not be empty if there is a 'completion'")
     if len(keys) == 1 and isinstance(record.get("label"), bool):
         raise ValueError(
             f"{where} has 'label', which is not read: leave out what is labeled false, and the key"
         )
-    beside = read_beside(line)
+    inputs = read_template_inputs(line)
     if kind is str:
-        of_messages = ("system", "tools", "chat_template_kwargs")  # no template renders a text
+        # Texts are not rendered by the template that would read these keys.
+        of_messages = ("system", "tools", "chat_template_kwargs")
         if found := [key for key in of_messages if record.get(key)]:
             raise ValueError(
                 f"{where} has {found[0]!r}, which is for messages: write 'prompt' and answers as"
@@ -467,7 +476,8 @@ def _read_answers(
     else:
         answers = [with_system(answer, line) for answer in answers]
     prompt = asked or _common(answers)
-    # Prompt and answer are tokenized together, as a model sees them: tokens may cross the bound.
+    # Tokenize prompt and answer as one text, as in a conversation. A token may then have the end of
+    # the prompt and the begin of the answer.
     whole: list[Any] = [asked + answer for answer in answers]
     if kind is str:
         before, *of_whole = (with_bos(tokenizer.encode(text), bos) for text in (prompt, *whole))
@@ -475,27 +485,28 @@ def _read_answers(
     else:
         if template is None:
             raise ValueError(f"{where} has messages, but the first line of the file has text")
-        more = beside._asdict()
+        more = inputs._asdict()
         before = tokenizer.encode(template.prompt(prompt, where, **more))
         texts = [template.tokens(turns, where, num_prompt=len(prompt), **more) for turns in whole]
     return [_after(before, tokens, where) for tokens in texts]
 
 
 def _common(answers: list[Any]) -> Any:
-    """Return the common beginning of two answers: of texts in characters, else in messages."""
+    """Return what two answers begin with: the same characters of texts, or the same messages."""
     chosen, rejected = answers
     same = takewhile(lambda pair: pair[0] == pair[1], zip(chosen, rejected, strict=False))
     return chosen[: sum(1 for _ in same)]
 
 
 def _after(prompt: Any, tokens: Any, where: str) -> Example:
-    """Return the example `tokens`, trained from where it differs from the tokens of the prompt.
+    """Return the example `tokens`, trained from the first token on that differs from `prompt`.
 
-    Raises ValueError if the prompt has all of its tokens.
+    Raises ValueError if no token is left to train.
     """
     same = min(len(prompt), len(tokens))
-    # Where a token crosses the bound, the tokens differ before the prompt's end.
+    # They may differ before the end of the prompt: at a token with the ends of both.
     differ = np.flatnonzero(prompt[:same] != tokens[:same])
+    # At least 1: no token predicts the first.
     first = max(1, int(differ[0]) if differ.size else same)
     if first >= len(tokens):
         raise ValueError(f"{where}: an answer adds no tokens to the prompt")

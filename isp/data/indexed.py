@@ -1,21 +1,8 @@
-"""Token ids on disk: the `.bin`/`.idx` pair of Megatron-LM, memory-mapped, read and written.
+"""Token ids on disk: reads and writes the `.bin`/`.idx` pair of Megatron-LM.
 
-Beside a pair, `PREFIX.tokenizer.json` records which tokenizer made it; Megatron-LM's format has no
-place for that, and pairs without this file are accepted as they are.
-
-[Note: Indexed format]
-    .bin   the ids of all sequences, one after the other, in one integer type
-    .idx   little-endian, without padding:
-           9 bytes   magic "MMIDIDX\\0\\0"
-           uint64    version, 1
-           uint8     code of the type of the ids (`_DTYPES`)
-           uint64    number of sequences N
-           uint64    number of document indices M, one more than the number of documents
-           int32[N]  tokens in each sequence
-           int64[N]  byte offset of each sequence in .bin
-           int64[M]  0 = first, .. last = N: document d is the sequences [index[d], index[d + 1])
-           int8[N]   mode of each sequence, in multimodal sets only; ignored here
-Source: Megatron-LM, megatron/core/datasets/indexed_dataset.py (the format, not the code).
+Next to a pair, `PREFIX.tokenizer.json` records which tokenizer made it. Megatron-LM's format has no
+place for that; pairs without this file are read without a check. For the format, see
+[Note: Indexed format] in docs/design/notes/data.md.
 """
 
 import json
@@ -53,7 +40,7 @@ __all__ = [
 _MAGIC = b"MMIDIDX\x00\x00"
 _VERSION = 1
 _HEADER = struct.Struct("<9sQBQQ")
-# Without Megatron's codes of floating-point types, which are not used for token ids.
+# Megatron-LM also has codes of floating-point types, which token ids never have.
 _DTYPES: dict[int, np.dtype[Any]] = {
     1: np.dtype("u1"),
     2: np.dtype("i1"),
@@ -62,6 +49,7 @@ _DTYPES: dict[int, np.dtype[Any]] = {
     5: np.dtype("<i8"),
     8: np.dtype("<u2"),
 }
+"""Dtypes of token ids by their code in .idx."""
 _WAY_OUT = "write the pair again (`isp data prepare`), or copy both files again from where they are"
 
 
@@ -73,8 +61,8 @@ def token_dtype(vocab_size: int) -> np.dtype[Any]:
 def indexed_prefix(item: str) -> Path | None:
     """Return the prefix of a pair if `item` is its .bin, its .idx or the prefix; else None.
 
-    If a file or folder has exactly the name `item`, that is meant, not the pair: to read the pair,
-    give its name with .bin.
+    If there also is a file or folder with the name of the prefix, `item` means that; the pair then
+    has to be named with .bin.
     """
     path = Path(item).expanduser()
     if path.suffix in (".bin", ".idx"):
@@ -85,15 +73,15 @@ def indexed_prefix(item: str) -> Path | None:
 
 
 def check_pair(prefix: Path) -> None:
-    """Check that both files of a pair are there and can be mapped.
+    """Check that both files of a pair exist and can be memory-mapped.
 
     Raises FileNotFoundError if one is missing, and ValueError if it is not a regular file.
     """
     pair = _with(prefix, ".idx"), _with(prefix, ".bin")
     for path, other in (pair, pair[::-1]):
         if not path.exists():
-            beside = f"{other} is there, but" if other.exists() else f"{other} and"
-            raise FileNotFoundError(f"{beside} {path} is missing: {_WAY_OUT}")
+            begin = f"{other} is there, but" if other.exists() else f"{other} and"
+            raise FileNotFoundError(f"{begin} {path} is missing: {_WAY_OUT}")
         if not path.is_file():
             raise ValueError(f"{path} must be a regular file: {_WAY_OUT}")
 
@@ -110,10 +98,10 @@ def remove_pair(prefix: Path) -> None:
 
 
 class IndexedDataset:
-    """The documents of a `.bin`/`.idx` pair; opening reads the index but no tokens.
+    """The documents of a `.bin`/`.idx` pair, as a `TokenStore`. Opening it reads no tokens.
 
     `prefix` is the path without the suffixes. Raises FileNotFoundError for a missing file, and
-    ValueError naming the file and the damage.
+    ValueError, with the file and the damage, for one that cannot be read.
     """
 
     def __init__(self, prefix: str | Path) -> None:
@@ -123,12 +111,12 @@ class IndexedDataset:
         self.dtype, self.offsets = _read_index(self.idx_path)
         self.lengths = np.diff(self.offsets)  # [documents], in tokens
         self._check_bin_size()
-        # A plain array: slicing a memmap object takes several times as long.
+        # Make it a plain array: slicing a memmap object takes several times as long.
         self._tokens = np.memmap(self.bin_path, dtype=self.dtype, mode="r").view(np.ndarray)
 
     @property
     def name(self) -> str:
-        """Name of the store in messages: the path without the suffixes."""
+        """Name of the store in log lines and errors: the path without the suffixes."""
         return str(self.bin_path.with_suffix(""))
 
     @property
@@ -147,7 +135,7 @@ class IndexedDataset:
         return self._tokens[offset + start : offset + stop]
 
     def where(self, document: int) -> str:
-        """Return the file of a document and its index there, for messages."""
+        """Return the file of a document and its index there, for errors."""
         return f"{self.bin_path}, document {document}"
 
     def __iter__(self) -> Iterator[TokenArray]:
@@ -156,7 +144,7 @@ class IndexedDataset:
             yield self.read(document, 0, int(length))
 
     def _check_bin_size(self) -> None:
-        """Raise ValueError for a .bin whose size does not match the index, or for no tokens."""
+        """Raise ValueError if .bin has another size than the index says, or no tokens."""
         expected = self.num_tokens * self.dtype.itemsize
         actual = self.bin_path.stat().st_size
         if expected == 0:
@@ -171,11 +159,11 @@ class IndexedDataset:
 
 
 class IndexedDatasetWriter:
-    """Context manager that writes a pair document by document, and leaves both files or neither.
+    """Context that writes a pair, document by document, and leaves both files or neither.
 
-    The final names appear only at the end, so a killed writer leaves at most `.partial` files,
-    which the next writer replaces. Memory: 4 bytes for each sequence and 8 for each document.
-    Entering raises ValueError if the files cannot be created.
+    Files get their final names at the end, so a process that is killed leaves at most `.partial`
+    files, which the next writer replaces. It keeps 4 bytes for each sequence and 8 for each
+    document in memory. Entering it raises ValueError if the files cannot be created.
     """
 
     def __init__(self, prefix: str | Path, *, dtype: np.dtype[Any]) -> None:
@@ -198,9 +186,9 @@ class IndexedDatasetWriter:
         return self
 
     def add_document(self, *sequences: TokenArray) -> None:
-        """Append one document, whose tokens are in one sequence or in several.
+        """Append a document, given as one sequence of tokens or several.
 
-        Raises ValueError for ids outside of the range of the file's dtype.
+        Raises ValueError for ids that the dtype of the file cannot represent.
         """
         limits = np.iinfo(self.dtype)
         for tokens in sequences:
@@ -216,7 +204,7 @@ class IndexedDatasetWriter:
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         try:
-            with self._bin:  # closing flushes, so it too may raise when the disk is full
+            with self._bin:  # closing writes what is buffered, which fails on a full disk
                 if kind is None:
                     self._publish()
         finally:
@@ -231,14 +219,14 @@ class IndexedDatasetWriter:
         with self._partial(".idx").open("wb") as index:
             self._write_index(index)
             _flush(index)
-        # Remove the old index first: if the process is killed between the two renames, a new .bin
-        # with an old index would be read as other documents.
+        # Remove an old index first: if the process is killed between the two renames, the new .bin
+        # would be read by the old index, as other documents.
         _with(self._prefix, ".idx").unlink(missing_ok=True)
         for suffix in (".bin", ".idx"):
             self._partial(suffix).replace(_with(self._prefix, suffix))
 
     def _write_index(self, index: IO[bytes]) -> None:
-        """Write the header and tables of [Note: Indexed format]."""
+        """Write the header and the tables of an .idx file [Note: Indexed format]."""
         code = next(code for code, dtype in _DTYPES.items() if dtype == self.dtype)
         lengths = np.frombuffer(self._sequence_lengths, dtype=np.int32)
         pointers = (np.cumsum(lengths, dtype=np.int64) - lengths) * self.dtype.itemsize
@@ -249,14 +237,15 @@ class IndexedDatasetWriter:
         index.write(np.frombuffer(self._document_indices, dtype=np.int64).astype("<i8").tobytes())
 
     def _partial(self, suffix: str) -> Path:
-        """Return the path of an unfinished file."""
+        """Return the path of .bin or .idx while it is written."""
         return _with(self._prefix, suffix + ".partial")
 
 
 def _read_index(path: Path) -> tuple[np.dtype[Any], npt.NDArray[np.int64]]:
-    """Return the dtype of the ids, and the bounds of the documents [documents + 1] in tokens.
+    """Read an .idx file: return the dtype of the ids, and the bounds of documents in tokens.
 
-    Raises ValueError for a file that is not an index, or is damaged.
+    Document d has the tokens [bounds[d], bounds[d + 1]). Raises ValueError for a file that is not
+    an index, or is damaged.
     """
     with path.open("rb") as file:
         header = file.read(_HEADER.size)
@@ -275,7 +264,7 @@ def _read_index(path: Path) -> tuple[np.dtype[Any], npt.NDArray[np.int64]]:
         )
     sizes = (4 * num_sequences, 8 * num_sequences, 8 * num_indices)
     expected, actual = _HEADER.size + sum(sizes), path.stat().st_size
-    # Multimodal data sets have one more byte for each sequence.
+    # Multimodal data sets have one more byte for each sequence, which is not read.
     if actual not in (expected, expected + num_sequences):
         state = "cut short" if actual < expected else "too long"
         raise ValueError(
@@ -291,7 +280,7 @@ def _read_index(path: Path) -> tuple[np.dtype[Any], npt.NDArray[np.int64]]:
         part.view(dtype) for part, dtype in zip(parts, ("<i4", "<i8", "<i8"), strict=False)
     )
     starts = np.concatenate(([0], np.cumsum(lengths, dtype=np.int64)))  # [sequences + 1]
-    # Reading relies on sequences and documents that follow each other without gaps.
+    # `read` needs only bounds, because sequences and documents follow each other without gaps.
     if (
         (lengths < 0).any()
         or (pointers != starts[:-1] * _DTYPES[code].itemsize).any()
@@ -305,28 +294,31 @@ def _read_index(path: Path) -> tuple[np.dtype[Any], npt.NDArray[np.int64]]:
 
 
 def _with(prefix: Path, suffix: str) -> Path:
-    """Return `prefix` with `suffix` appended, also if the prefix has a dot in its name."""
+    """Return the path `prefix` with `suffix` appended.
+
+    `Path.with_suffix` would replace the part of a name after its last dot.
+    """
     return prefix.with_name(prefix.name + suffix)
 
 
 def _flush(file: IO[bytes]) -> None:
-    """Write buffered contents to the disk, so that a rename does not reach it before them."""
+    """Write buffered contents to the disk: a rename that follows must not reach it before them."""
     file.flush()
     os.fsync(file.fileno())
 
 
 def record_path(prefix: Path) -> Path:
-    """Return the path of the record of the tokenizer that made the pair of `prefix`."""
+    """Return the path of the file that records which tokenizer made the pair `prefix`."""
     return prefix.with_name(prefix.name + ".tokenizer.json")
 
 
 def tokenizer_name(tokenizer: Tokenizer) -> str:
-    """Return the value of `data.tokenizer` that names `tokenizer`."""
+    """Return the value of `data.tokenizer` with which `tokenizer` was loaded."""
     return str(tokenizer.file) if isinstance(tokenizer, HFTokenizer) else BYTE_TOKENIZER
 
 
 def write_record(prefix: Path, tokenizer: Tokenizer) -> None:
-    """Write the record of the tokenizer that made the pair of `prefix`."""
+    """Record next to the pair `prefix` that `tokenizer` made it."""
     size = tokenizer.vocab_size
     found = {
         "tokenizer": tokenizer_name(tokenizer),
@@ -340,10 +332,10 @@ def write_record(prefix: Path, tokenizer: Tokenizer) -> None:
 
 
 def check_pair_tokenizer(prefix: Path, tokenizer: Tokenizer, key: str) -> None:
-    """Raise ValueError if the record of a pair names a tokenizer with other ids.
+    """Raise ValueError if a pair was made by a tokenizer with other ids, according to its record.
 
-    Ids are compared, not files: a tokenizer that was saved again, or that got more tokens after
-    its last id, has the same. `key` names the source in the error.
+    Ids are compared, not files: a tokenizer that was saved again, or that got more tokens after its
+    last id, still has the same ids. `key` names the source in the error.
     """
     path = record_path(prefix)
     if not path.exists():
@@ -360,7 +352,7 @@ def check_pair_tokenizer(prefix: Path, tokenizer: Tokenizer, key: str) -> None:
 
 
 def _digest(tokenizer: Tokenizer, size: int) -> str:
-    """Return a digest of the tokens with ids below `size`."""
+    """Return a digest of the tokens of `tokenizer` with ids below `size`."""
     return _ids_digest(tokenizer, size) if isinstance(tokenizer, HFTokenizer) else BYTE_TOKENIZER
 
 

@@ -1,13 +1,7 @@
-"""A mixture of several sources, each with its share of the tokens: `data.source` with weights.
+"""`MixedDataset`: samples from several sources, each with its share of the tokens.
 
-[Note: Mixtures] The range [0, 2^32) is divided into one interval for each source, as long as its
-share of the samples. Sample i comes from the source in whose interval
-(i * step + offset) mod 2^32 lies. With a step near the golden section, any run of consecutive
-samples has these shares to within a few samples. The number of samples before i that came from a
-source is a sum of floors, computed in O(log i) steps of Euclid's algorithm. So the source of a
-sample, and its index there, are a function of (seed, i): resuming needs no state, and the number of
-ranks changes nothing. When a source has come `epochs` times, a new stage begins without it, and the
-other sources take over its share.
+Which source a sample comes from, and its index there, are computed from its index: no state is
+needed. See [Note: Mixtures] in docs/design/notes/data.md.
 """
 
 from bisect import bisect_left, bisect_right
@@ -22,42 +16,44 @@ __all__ = ["MixedDataset", "MixedPart"]
 
 _RANGE = 1 << 32
 _STEP = 0x9E3779B1
-"""The golden section of `_RANGE`; odd, so that its multiples reach every number of the range."""
+"""About `_RANGE` divided by the golden ratio, which spreads its multiples evenly; odd, so that they
+reach every number below `_RANGE`."""
 
 
 class MixedPart(NamedTuple):
-    """A source of a mixture; its share of the tokens is proportional to `weight`."""
+    """A source in a mixture; its share of the tokens is proportional to `weight`."""
 
     name: str
     dataset: Dataset
     weight: float
     epochs: float | None = None
-    """Passes over the source after which it is left out; None: no limit."""
+    """Number of epochs over the source after which it is left out; None: no limit."""
 
     @property
     def limit(self) -> int | None:
-        """Largest number of samples to draw from it; None: no limit."""
+        """Largest number of samples to draw from the source; None: no limit."""
         if self.epochs is None:
             return None
         return max(1, round(self.epochs * self.dataset.samples_per_epoch))
 
 
 class _Stage(NamedTuple):
-    """A stretch of samples drawn with the same intervals."""
+    """Consecutive samples of a mixture that are drawn with the same shares."""
 
     start: int
-    """Index of its first sample."""
+    """Index of the first sample of the stage."""
     before: tuple[int, ...]
     """Number of samples that earlier stages drew from each source."""
     ends: tuple[int, ...]
-    """End of each source's interval, which begins at the one before; empty if it has its limit."""
+    """End of each source's interval in `_RANGE`, which begins at the end of the one before. The
+    interval of a source that has reached its limit is empty."""
 
 
 class MixedDataset:
-    """Samples of the mixture of `parts`; sample i is a function of these, `seed` and i.
+    """Samples drawn from `parts` by their weights; sample i is a function of these, `seed` and i.
 
-    At least one part has no limit. Raises ValueError for a weight so small that no sample would
-    come from its source.
+    At least one part must have no limit. Raises ValueError for a weight so small that no sample
+    would come from its source.
     """
 
     def __init__(self, parts: Sequence[MixedPart], *, seed: int) -> None:
@@ -66,22 +62,22 @@ class MixedDataset:
         self._offset = hashed(seed) % _RANGE
         self.pack = parts[0].dataset.pack
         self.samples_per_epoch = sum(part.dataset.samples_per_epoch for part in parts)
-        self.tokens_per_sample = 0.0  # used only for parts, and a mixture is not part of another
+        self.tokens_per_sample = 0.0  # never read: only parts need it, and no part is a mixture
         self._stages = [_Stage(0, (0,) * len(parts), self._intervals([0] * len(parts)))]
-        # One more stage for each source with a limit, so this ends.
+        # There is at most one more stage for each source with a limit.
         while (after := self._next(self._stages[-1])) is not None:
             self._stages.append(after)
 
     @property
     def summary(self) -> str:
-        """One line for each source, indented for the log."""
+        """A log line for each source: its wanted share, and its own summary."""
         total = sum(part.weight for part in self.parts)
         return f"\n{'':12}".join(
             f"wanted {p.weight / total:.1%}, {p.dataset.summary}" for p in self.parts
         )
 
     def sample(self, index: int) -> Sample:
-        """Return sample `index` >= 0."""
+        """Return sample `index` >= 0 of the mixture."""
         source, number = self.place(index)
         return self.parts[source].dataset.sample(number)
 
@@ -92,7 +88,7 @@ class MixedDataset:
         return source, stage.before[source] + self._drawn(stage, source, index - stage.start)
 
     def shares(self, num_samples: int) -> str:
-        """Describe the share of each source in the tokens of the first `num_samples`."""
+        """Return each source's share of the tokens in the first `num_samples`, as text."""
         pairs = list(zip(self.parts, self._counts(num_samples), strict=True))
         total = sum(count * part.dataset.tokens_per_sample for part, count in pairs)
         return ", ".join(
@@ -102,22 +98,23 @@ class MixedDataset:
         )
 
     def tell(self, index: int) -> list[list[int]]:
-        """Return the position of each streamed source at which sample `index` begins."""
+        """Return the place in each streamed source at which sample `index` begins."""
         pairs = zip(self._streams, self._counts(index), strict=True)
         return [stream.tell(count) for stream, count in pairs]
 
     def seek(self, index: int, places: Sequence[Sequence[int]]) -> None:
-        """Move the streamed sources to `places`, which `tell(index)` returned."""
+        """Go to `places` in the streamed sources, the result of `tell(index)`."""
         triples = zip(self._streams, self._counts(index), places, strict=True)
         for stream, count, place in triples:
             stream.seek(count, place)
 
     @property
     def _streams(self) -> list[StreamDataset]:
+        """The sources that are streamed, which have places to save in checkpoints."""
         return [part.dataset for part in self.parts if isinstance(part.dataset, StreamDataset)]
 
     def _counts(self, index: int) -> list[int]:
-        """Return how many of the samples before `index` came from each source."""
+        """Return how many of the samples before `index` come from each source."""
         stage = self._stage(index)
         return [
             before + self._drawn(stage, source, index - stage.start)
@@ -125,14 +122,17 @@ class MixedDataset:
         ]
 
     def _stage(self, index: int) -> _Stage:
+        """Return the stage that sample `index` is in."""
         return self._stages[bisect_right([s.start for s in self._stages], index) - 1]
 
     def _intervals(self, before: Sequence[int]) -> tuple[int, ...]:
-        """Return the end of each source's interval, given the samples drawn from each `before`.
+        """Return the end of each source's interval in a stage.
 
-        Sources at their limit get an empty interval.
+        `before`: number of samples drawn from each source before the stage. Sources that have
+        reached their limit get an empty interval.
         """
-        # Intervals are in samples: a source with less padding needs fewer samples for its tokens.
+        # Weights are shares of tokens, intervals are shares of samples: a source with less padding
+        # needs fewer samples for its tokens.
         rates = [
             0.0 if part.limit is not None and drawn >= part.limit else part.weight / size
             for part, drawn in zip(self.parts, before, strict=True)
@@ -148,7 +148,7 @@ class MixedDataset:
         return tuple(ends)
 
     def _next(self, stage: _Stage) -> _Stage | None:
-        """Return the stage after `stage`, where the next source reaches its limit, or None."""
+        """Return the stage that begins where a source reaches its limit in `stage`; else None."""
         ends = [
             self._reached(stage, source, part.limit - stage.before[source])
             for source, part in enumerate(self.parts)
@@ -161,16 +161,17 @@ class MixedDataset:
         return _Stage(stage.start + length, before, self._intervals(before))
 
     def _reached(self, stage: _Stage, source: int, count: int) -> int:
-        """Return the least number of samples of a stage of which `count` come from `source`."""
-        draws = range(2**62)  # searched by bisection, never stored
+        """Return after how many samples of a stage `count` samples have come from `source`."""
+        draws = range(2**62)  # a range is not stored, and bisection looks at 62 of its numbers
         return bisect_left(draws, count, key=lambda num: self._drawn(stage, source, num))
 
     def _drawn(self, stage: _Stage, source: int, count: int) -> int:
         """Return how many of the first `count` samples of a stage come from `source`."""
         first = (stage.start * _STEP + self._offset) % _RANGE
         begin = stage.ends[source - 1] if source else 0
-        # floor((x - begin) / range) - floor((x - end) / range) is 1 where x mod range lies in
-        # [begin, end), and 0 elsewhere. Adding `_RANGE` to both offsets keeps them positive.
+        # floor((x - begin) / range) - floor((x - end) / range) is 1 if x mod range is in
+        # [begin, end), else 0: its sum over the samples' x counts those from this source. Adding
+        # `_RANGE` to both offsets keeps them positive and does not change the difference.
         return _floor_sum(count, first - begin + _RANGE) - _floor_sum(
             count, first - stage.ends[source] + _RANGE
         )

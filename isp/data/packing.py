@@ -1,7 +1,4 @@
-"""Samples of whole examples for fine-tuning: as many as fit, then padding: `ExampleDataset`.
-
-Shapes: S sequence (`seq_len`).
-"""
+"""`ExampleDataset`: samples of whole examples for fine-tuning, as many as fit, and padding."""
 
 from bisect import bisect_left, insort
 from collections.abc import Iterable, Sequence
@@ -19,25 +16,23 @@ __all__ = ["ExampleDataset", "best_fit"]
 
 _Int64Array = npt.NDArray[np.int64]
 _SHOWN_CHARACTERS = 200
-"""Length to which `ExampleDataset.shown` cuts each part of an example."""
+"""Number of characters to which `ExampleDataset.shown` cuts each part of an example."""
 
 
 class ExampleDataset:
-    """Samples of packed examples; sample i is a function of the store, `seed` and i.
+    """Samples of examples that are packed into sequences once, before the first epoch.
 
-    [Note: Packed sequences] Examples are packed once into sequences of `seq_len` tokens, the
-    longest first, each into the sequence with the least free space that holds it; `seed` decides
-    the order of examples of one length. Each epoch shuffles the sequences. So no example is cut to
-    fill a sequence, each comes once per epoch, and the order needs no state, as in
-    [Note: Sample order]. The rest of a sequence is padding without labels, separate from the
-    examples like another document.
+    Sample i is a function of the store, `seed` and i, so resuming needs no state. See
+    [Note: Packed sequences] in docs/design/notes/data.md.
 
-    With `pack`, positions and attention are separate for each example; without, each sequence has
-    one example. Opening reads all labels. `excess_length`: how to treat examples longer than
-    `seq_len`. Examples without a trained token (after truncation) are dropped. The summary counts
-    both. Each `group` consecutive examples (2 for preference pairs) stay in one sequence: each may
-    have seq_len / group tokens, and if one is dropped, so are the others.
-    `note` is appended to the summary. Raises ValueError if no example is left.
+    With `pack`, a sequence may have several examples, with separate positions and attention;
+    without, it has one. `excess_length`: what to do with examples longer than `seq_len`. Examples
+    without a trained token (after truncation) are dropped. The summary has the numbers of both.
+    `group` consecutive examples (2 for pairs of preferences) stay in one sequence: each may have
+    seq_len / group tokens, and if one is dropped, so are the others of the group. `note` is
+    appended to the summary.
+
+    The constructor reads all labels. It raises ValueError if no example is left.
     """
 
     def __init__(
@@ -63,10 +58,10 @@ class ExampleDataset:
         self._limit = f"{'half of ' * (group > 1)}data.seq_len={seq_len}"
         self._lengths = np.minimum(store.tokens.lengths, self._longest)
         usable, counts = self._usable(excess_length, group)
-        # `chosen` are the first examples of the groups; a group is packed as one item.
+        # A group is packed as one item, by the index of its first example.
         chosen = np.random.default_rng(seed).permutation(usable[::group])
         lengths = sum(self._lengths[chosen + i] for i in range(group))
-        # A stable sort keeps the random order among examples of one length.
+        # Stable, so that examples of equal length stay in the random order of `chosen`.
         longest_first = np.argsort(-lengths, kind="stable")
         sequences = (
             best_fit(chosen[longest_first].tolist(), lengths[longest_first].tolist(), seq_len)
@@ -94,8 +89,8 @@ class ExampleDataset:
         for document in documents:
             end = start + int(self._lengths[document])
             tokens[start:end] = self._read(document, labels=False)
-            # Shifted by one here: the store has labels aligned with their tokens. The last token
-            # of an example predicts nothing.
+            # The label of a token is the next token. In the store a token's label is itself, so
+            # shift by one. The last token of an example has none to predict.
             labels[start : end - 1] = self._read(document, labels=True)[1:]
             start = end
         ends = np.cumsum(self._lengths[documents])
@@ -103,13 +98,13 @@ class ExampleDataset:
         return Sample(tokens, labels, positions, padding=self.seq_len - start)
 
     def shown(self, tokenizer: Tokenizer) -> str:
-        """Return the first example as text, with the share of trained tokens and these in [[ ]]."""
+        """Return the first example as text for the log, with trained tokens in [[ ]]."""
         document = self._sequences[0][0]
         tokens, labels = (self._read(document, labels=of) for of in (False, True))
         trained = labels != IGNORE_INDEX
         trained[0] = False  # no token predicts the first
         text = ""
-        # Split where trained and other tokens meet.
+        # Split into parts of only trained, or only other, tokens.
         for part in np.split(np.arange(len(tokens)), np.flatnonzero(np.diff(trained)) + 1):
             piece = repr(tokenizer.decode(tokens[part], special=True))[1:-1]
             if len(piece) > _SHOWN_CHARACTERS:
@@ -124,13 +119,13 @@ class ExampleDataset:
         """Return the tokens, or the labels, of an example up to its truncated length."""
         store = self._store.labels if labels else self._store.tokens
         ids = store.read(document, 0, int(self._lengths[document])).astype(np.int64)
-        # IGNORE_INDEX is not an id; any valid id in its place lets the others be checked.
+        # Check all ids but IGNORE_INDEX, which is none: replace it by any valid id.
         trained = np.where(ids == IGNORE_INDEX, 0, ids) if labels else ids
         check_ids(trained, vocab_size=self._vocab_size, where=store.where(document))
         return ids
 
     def _usable(self, excess_length: ExcessLength, group: int) -> tuple[_Int64Array, str]:
-        """Return the indices of the examples to train on, and the summary of all numbers."""
+        """Return the indices of the examples to train on, and the summary with all numbers."""
         tokens = self._store.tokens
         excess = tokens.lengths > self._longest
         if excess_length is ExcessLength.RAISE and excess.any():
@@ -158,18 +153,18 @@ class ExampleDataset:
 
 
 def best_fit(items: Iterable[int], sizes: Sequence[int], capacity: int) -> list[list[int]]:
-    """Pack `items` into sequences, each into the one with the least free space that holds it.
+    """Pack `items` into sequences, each into the fullest one that still has enough free space.
 
-    `sizes` are in tokens, none above `capacity`. Each item costs O(log capacity), and an insertion
-    into a list of at most `capacity` numbers.
-    Source: best fit decreasing, as in Ding et al. 2024, "Fewer Truncations Improve Language
-    Modeling"; its bound holds for sizes in decreasing order.
+    `sizes` are in tokens, at most `capacity`; sort items by decreasing size, for which the known
+    bound on the number of sequences holds. Each item costs O(log capacity), and an insertion into a
+    list of at most `capacity` numbers. Source: best fit decreasing, as in Ding et al. 2024, "Fewer
+    Truncations Improve Language Modeling".
     """
     sequences: list[list[int]] = []
-    by_space: dict[int, list[int]] = {}  # sequences with a free space of so many tokens
+    by_space: dict[int, list[int]] = {}  # indices of sequences, by their free space in tokens
     spaces: list[int] = []  # the keys of `by_space`, sorted
     for item, size in zip(items, sizes, strict=True):
-        at = bisect_left(spaces, size)  # the least space that is enough
+        at = bisect_left(spaces, size)  # index of the smallest free space that is enough
         if at == len(spaces):  # none: begin a new sequence
             sequence, space = len(sequences), capacity
             sequences.append([])

@@ -1,4 +1,4 @@
-"""`isp data prepare`: tokenize text or examples once, into a `.bin`/`.idx` pair that runs map."""
+"""`isp data prepare`: tokenizes text or examples once, into a `.bin`/`.idx` pair for many runs."""
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
@@ -34,22 +34,22 @@ __all__ = ["PrepareSummary", "prepare"]
 
 
 class PrepareSummary(NamedTuple):
-    """Result of `prepare`."""
+    """Result of `prepare`: which pair was written, and how much it has."""
 
     prefix: Path
-    """Path of the pair without suffix, as `data.source` takes it."""
+    """Path of the pair without suffix, to use as `data.source`."""
     num_documents: int
     num_tokens: int
     num_bytes: int
-    """Size of the text that was read."""
+    """Size in bytes of the text that was read."""
     num_trained: int | None = None
-    """Number of tokens with a label; None for text, where all have one."""
+    """Number of tokens with a label; None for text, where all tokens have one."""
     num_dropped: int = 0
     """Number of examples left out because none of their tokens has a label."""
     note: str = ""
-    """Sentences on the token that begins texts, and on keys of rows that were not used."""
+    """Sentences about the token that begins texts, and keys of rows that were not used."""
     tokenizer: str = BYTE_TOKENIZER
-    """Name of the tokenizer, as `data.tokenizer` takes it."""
+    """Name of the tokenizer, to use as `data.tokenizer`."""
     vocab_size: int = 0
     """Size of the tokenizer's vocabulary."""
 
@@ -67,14 +67,13 @@ def prepare(
     add_bos: bool = True,
     overwrite: bool = False,
 ) -> PrepareSummary:
-    """Tokenize `inputs` into `output_prefix`.bin and .idx, with eos at the end of each document.
+    """Tokenize `inputs` into `output_prefix`.bin and .idx, and return what was written.
 
-    Texts begin with the tokenizer's BOS unless `add_bos` is false, as in a run that reads them.
-    Examples get no eos, and a second pair for their labels: [Note: Labels on disk]. One document
-    is in memory at a time. The files appear when all are complete, with
-    `output_prefix`.tokenizer.json, which records the tokenizer. `overwrite` replaces older files.
-    In a terminal, a bar shows the progress.
-    Raises FileNotFoundError or ValueError naming the input and what to do instead.
+    Texts begin with the tokenizer's BOS unless `add_bos` is false, and end with eos. Examples get
+    no eos, and a second pair for their labels [Note: Labels on disk]. One document is in memory at
+    a time. The files get their names when all are complete; `output_prefix`.tokenizer.json records
+    the tokenizer. `overwrite` replaces older files. In a terminal, a bar shows the progress. Raises
+    FileNotFoundError or ValueError, with the input and the remedy.
     """
     prefix = Path(output_prefix).expanduser()
     if prefix.suffix in (".bin", ".idx"):
@@ -123,7 +122,7 @@ def prepare(
             prefix,
             (found for file in files for found in reader.read(file)),
             tokenizer=encoder,
-            labelled=not reader.is_text,
+            labeled=not reader.is_text,
             name=f"input={', '.join(items)}",
             progress=bar.update,
         )
@@ -135,47 +134,48 @@ def _write(
     documents: Iterable[tuple[list[Example], int]],
     *,
     tokenizer: Tokenizer,
-    labelled: bool,
+    labeled: bool,
     name: str,
     progress: Callable[[float], object],
 ) -> PrepareSummary:
-    """Write the tokens, and the labels if `labelled`, of the examples in `documents`.
+    """Write the tokens of the examples in `documents`, and their labels if `labeled`.
 
-    `name` is the source in messages; `progress` is called with the size of each item in bytes.
+    `name` names the input in errors; `progress` is called with the size of each item in bytes.
     """
     num_documents = num_bytes = num_trained = num_dropped = 0
     with ExitStack() as stack:
         dtype = token_dtype(tokenizer.vocab_size)
         writer = stack.enter_context(IndexedDatasetWriter(prefix, dtype=dtype))
-        # Entered last, so it is left first: labels are complete before their tokens appear. Tokens
-        # without labels would be read as trained everywhere.
+        # Enter the writer of labels last: it is then left first, and the labels have their names
+        # before the tokens. A pair without labels would count as text, all of it trained.
         of_labels = IndexedDatasetWriter(labels_prefix(prefix), dtype=LABEL_DTYPE)
-        if labelled:
+        if labeled:
             stack.enter_context(of_labels)
         for examples, size in documents:
             num_bytes += size
             progress(size)
             for tokens, labels in examples:
-                if labelled and not (trained := count_trained(labels)):
+                if labeled and not (trained := count_trained(labels)):
                     num_dropped += 1
                     continue
-                if labelled:
+                if labeled:
                     num_trained += trained
                     of_labels.add_document(labels)
                 elif not len(tokens) or tokens[-1] != tokenizer.eos_id:
                     tokens = np.append(tokens.astype(np.int64), tokenizer.eos_id)
                 writer.add_document(tokens)
                 num_documents += 1
-        if labelled:
+        if labeled:
             check_trained(num_trained > 0, name)
         else:
             check_any(num_documents, name)
-        # The record of an older pair must not describe this one if the process is killed here.
+        # Delete the record of an older pair: if the process is killed here, it would be taken for
+        # that of the new pair.
         record_path(prefix).unlink(missing_ok=True)
-    if not labelled:
-        remove_pair(labels_prefix(prefix))  # labels of older examples under the same name
+    if not labeled:
+        remove_pair(labels_prefix(prefix))  # of an older pair of examples with the same name
     write_record(prefix, tokenizer)
-    trained_tokens = num_trained if labelled else None
+    trained_tokens = num_trained if labeled else None
     return PrepareSummary(
         prefix,
         num_documents,

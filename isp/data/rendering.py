@@ -1,9 +1,6 @@
-"""Rendering chat templates as transformers does, with the positions of messages in the text.
+"""`render`: renders chat templates as transformers does, and finds where messages are in the text.
 
-[Note: Marks] To find which message a part of the text belongs to, and what is in
-`{% generation %}` blocks, marks are written into the text during rendering and removed after it.
-The marks are `(` and `)` where a loop over messages begins and ends, the index of a message where
-the loop begins with it, and `g` and `e` where a generation block begins and ends.
+Marks in the text show it, which are removed after. See [Note: Marks] in docs/design/notes/data.md.
 """
 
 import json
@@ -25,56 +22,58 @@ from isp.utils.limits import limited
 __all__ = ["REASONING", "Named", "Rendered", "TemplateFailure", "named_in", "render"]
 
 _NO_CHARACTER = re.compile(r"[\ud800-\udfff\ufdd0\ufdd1]")
-"""Halves of surrogate pairs, which JSON can escape, and the delimiters of [Note: Marks]."""
+"""Halves of surrogate pairs, which JSON can escape, and the delimiters of marks [Note: Marks]."""
 _SHOWN_CHARACTERS = 300
-"""Length to which an error of a template is cut."""
+"""Number of characters to which an error of a template is cut."""
 
 _MOST_SECONDS = 20.0
-"""Time limit of one rendering; a conversation of a million tokens takes less than a second."""
+"""Time limit of a rendering; a conversation of a million tokens takes less than a second."""
 _MOST_BYTES = 2**30
-"""Memory limit of one rendering."""
+"""Memory limit of a rendering."""
 
 _OPEN, _CLOSE = "\ufdd0", "\ufdd1"
-"""Delimiters of a mark: noncharacters, which Unicode reserves for such internal use."""
+"""Delimiters of a mark: noncharacters, which Unicode reserves for internal use in programs."""
 
 REASONING = ("reasoning_content", "thinking", "reasoning")
-"""Keys of a message's reasoning in data sets; templates read the first, gpt-oss's the second."""
+"""Keys that data sets have for reasoning in a message. Templates read the first, gpt-oss's the
+second."""
 
 
 class _Marks(Extension):
-    """Jinja extension that adds `{% generation %}`, and writes [Note: Marks] if `messages` is set.
+    """Jinja extension that adds `{% generation %}` and writes marks, if `begin` got messages.
 
-    It has state, since jinja shares an extension between renderings: `begin` resets it for each.
+    The object is used by all renderings of a template, so `begin` has to be called before each. See
+    [Note: Marks].
     """
 
     tags = {"generation"}  # noqa: RUF012
     messages: Sequence[Any] | None = None
 
     def parse(self, parser: Parser) -> nodes.Node:
-        """Return a call of `_block` with the body of a generation block."""
+        """Parse a generation block: return a node that calls `_block` with the block's body."""
         line = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
         return nodes.CallBlock(self.call_method("_block"), [], [], body).set_lineno(line)
 
     def begin(self, messages: Sequence[Any] | None) -> None:
-        """Begin a rendering with marks for these messages, or one without marks if None."""
+        """Begin a rendering, with marks for `messages`; None: without marks."""
         self.messages = messages
-        # For each open loop, innermost last: True if it has taken a message.
+        # For each loop that is open, the innermost last: True if one of its items was a message.
         self._loops: list[bool] = []
 
     def _block(self, caller: Macro) -> str:
-        """Return the text of a generation block, between its marks."""
+        """Return the text of a generation block, between marks."""
         text = caller()
         return text if self.messages is None else f"{_mark('g')}{text}{_mark('e')}"
 
     def _enter(self) -> str:
-        """Begin a loop, of which it is not known yet if it is over messages."""
+        """Begin a loop; write nothing, since only its first item shows if it is over messages."""
         self._loops.append(False)
         return ""
 
     def _take(self, item: object) -> str:
-        """Return the marks for an item of a loop; nothing if it is not a message."""
-        # By identity: two messages may be equal.
+        """Return the marks for an item of a loop; "" if the item is not a message."""
+        # Compare by identity: two messages may be equal.
         found = (i for i, message in enumerate(self.messages or ()) if message is item)
         if (index := next(found, None)) is None:
             return ""
@@ -82,28 +81,31 @@ class _Marks(Extension):
         return begin + _mark(str(index))
 
     def _leave(self) -> str:
-        """End a loop; return its mark if it was over messages."""
+        """End a loop; return its mark, or "" if it was not over messages."""
         return _mark(")") if self._loops.pop() else ""
 
 
 class _MarkLoops(NodeTransformer):
-    """Transforms a template so that each loop calls `_Marks` before, after, and for each item."""
+    """Changes a parsed template: loops call `_Marks` at their begin and end, and for each item."""
 
     def __init__(self, marks: _Marks) -> None:
         self._marks = marks
 
     def visit_For(self, node: nodes.For) -> list[nodes.Node]:
-        self.generic_visit(node)  # loops in this one
+        """Return the loop `node`, which takes each item, between calls that enter and leave it."""
+        self.generic_visit(node)  # loops inside of this one
         if isinstance(node.target, nodes.Name):
             item = nodes.Name(node.target.name, "load")
             node.body.insert(0, self._output("_take", item))
         return [self._output("_enter"), node, self._output("_leave")]
 
     def _output(self, method: str, *arguments: nodes.Expr) -> nodes.Output:
+        """Return a node that writes the result of a method of `_Marks` into the text."""
         return nodes.Output([self._marks.call_method(method, list(arguments))])
 
 
 def _mark(what: str) -> str:
+    """Return the mark `what` between its delimiters."""
     return f"{_OPEN}{what}{_CLOSE}"
 
 
@@ -113,17 +115,17 @@ def _raise_exception(message: object) -> None:
 
 
 class Named(NamedTuple):
-    """The names in a template, which show what it reads."""
+    """Names in the code of a template, which show what it reads."""
 
     roles: frozenset[str]
-    """Strings with which it compares a role."""
+    """Strings that the template compares with a role."""
     words: frozenset[str]
-    """Variables, attributes, and strings in expressions."""
+    """Names of variables and attributes, and strings in expressions."""
 
 
 @lru_cache
 def named_in(template: str) -> Named:
-    """Return the names in a template; none if it cannot be parsed, which `render` reports."""
+    """Return the names in a template; none if it cannot be parsed, since `render` will raise."""
     try:
         tree = _environment().parse(template)
     except (TemplateSyntaxError, RecursionError):
@@ -140,13 +142,13 @@ def named_in(template: str) -> Named:
 
 
 def _texts(node: nodes.Node) -> set[str]:
-    """Return the strings in an expression, which may be a string itself."""
+    """Return all strings in an expression; a string is one, too."""
     found = (node, *node.find_all(nodes.Const))
     return {x.value for x in found if isinstance(x, nodes.Const) and isinstance(x.value, str)}
 
 
 def _is_role(node: nodes.Expr) -> bool:
-    """Return True if an expression is `role`, `message.role` or `message['role']`."""
+    """Return True if an expression reads a role: `role`, `message.role` or `message['role']`."""
     if isinstance(node, nodes.Getitem):
         return isinstance(node.arg, nodes.Const) and node.arg.value == "role"
     if isinstance(node, nodes.Getattr):
@@ -155,7 +157,7 @@ def _is_role(node: nodes.Expr) -> bool:
 
 
 def _environment() -> ImmutableSandboxedEnvironment:
-    """Return a Jinja environment as in transformers, utils/chat_template_utils.py, with marks."""
+    """Return a Jinja environment as in transformers, utils/chat_template_utils.py, plus marks."""
     return ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_Marks, loopcontrols]
     )
@@ -163,7 +165,7 @@ def _environment() -> ImmutableSandboxedEnvironment:
 
 @lru_cache
 def _compiled(text: str) -> tuple[Template, _Marks]:
-    """Return the compiled template, and the extension that marks its renderings."""
+    """Return the compiled template, and the extension that writes marks in its renderings."""
     environment = _environment()
     environment.filters["tojson"] = partial(json.dumps, ensure_ascii=False)
     environment.globals |= {
@@ -178,7 +180,7 @@ def _compiled(text: str) -> tuple[Template, _Marks]:
 
 
 class TemplateFailure(ValueError):
-    """A template is invalid, or refuses a conversation; the text is one printable line."""
+    """A template is invalid, or refuses a conversation; the text of the error is one line."""
 
 
 class Rendered(NamedTuple):
@@ -186,7 +188,7 @@ class Rendered(NamedTuple):
 
     text: str
     marks: list[tuple[int, str]]
-    """Indices into the text, with the mark that was there: [Note: Marks]."""
+    """Each mark with the index in `text` at which it was; empty without marks [Note: Marks]."""
 
 
 def render(
@@ -196,20 +198,21 @@ def render(
     variables: Mapping[str, Any],
     marks: bool = False,
 ) -> Rendered:
-    """Return the text of a conversation, with [Note: Marks] if `marks`.
+    """Return the text of a conversation, and if `marks`, where its messages are.
 
-    Jinja's sandbox keeps a template from files and from Python's attributes, and time and memory
-    are limited. Raises TemplateFailure.
+    The template runs in Jinja's sandbox, without access to files or Python's attributes, and within
+    limits of time and memory. Raises TemplateFailure if it fails or refuses the conversation.
     """
     seen = [_with_reasoning(message) for message in messages]
     try:
+        # An error then reads: the chat template cannot render the conversation: it takes more ..
         with limited("it", seconds=_MOST_SECONDS, most_bytes=_MOST_BYTES):
             rendered = _rendered(template, seen, variables, marks=marks)
     except TemplateFailure:
         raise
     except ValueError as error:
         raise _failure(str(error)) from None
-    # Take the marks out; `end` is the length of the text so far without them.
+    # Remove the marks; `end` is the length of the text so far, without marks.
     first, *rest = rendered.split(_OPEN) if marks else [rendered]
     text, found, end = [first], [], len(first)
     for piece in rest:
@@ -225,7 +228,7 @@ def render(
 def _rendered(
     template: str, messages: Sequence[Any], variables: Mapping[str, Any], *, marks: bool
 ) -> str:
-    """Return the text of `render` with the marks in it; raise TemplateFailure or MemoryError."""
+    """Return the text of a conversation, still with marks; raise TemplateFailure or MemoryError."""
     try:
         compiled, marking = _compiled(template)
         marking.begin(messages if marks else None)
@@ -238,12 +241,12 @@ def _rendered(
         raise _failure(error.message or type(error).__name__) from None
     except RecursionError:
         raise _failure("it recurses too deeply") from None
-    except Exception as error:  # expressions in a template can raise any of Python's exceptions
+    except Exception as error:  # an expression in a template can raise any exception of Python
         raise _failure(f"{type(error).__name__}: {error}") from None
 
 
 def _with_reasoning(message: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a copy of a message with its reasoning under the keys that templates read."""
+    """Return a copy of a message, with its reasoning under all keys that templates read."""
     found = next((message[name] for name in REASONING if name in message), None)
     if found is None:
         return dict(message)
@@ -251,7 +254,7 @@ def _with_reasoning(message: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _failure(text: str) -> TemplateFailure:
-    """Return the failure with `text` as one short line, without control characters."""
+    """Return a TemplateFailure with `text` as one short line, without control characters."""
     line = " ".join("".join(c if c.isprintable() else " " for c in text).split())
     cut = line if len(line) <= _SHOWN_CHARACTERS else f"{line[:_SHOWN_CHARACTERS]}..."
     return TemplateFailure(cut)

@@ -1,4 +1,4 @@
-"""The datasets of a run, opened as the `data` section of its configuration says."""
+"""`open_datasets`: opens the data sets that the `data` section of a configuration names."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -18,14 +18,14 @@ from isp.data.tokenizer import Tokenizer, load_tokenizer
 __all__ = ["Datasets", "check_sources", "describe_source", "open_datasets", "takes_bos"]
 
 _HELD_OUT_SEED = 0
-"""Seed of the order of held-out samples, fixed so that runs with other seeds are comparable."""
+"""Seed of the order of held-out samples: the same in all runs, so that losses are comparable."""
 
 _Opened = tuple[ExampleStore | None, SourceReader]
-"""A source with its reader; None in place of its documents if they are streamed."""
+"""Type of an opened source: its documents, or None if they are streamed, and its reader."""
 
 
 class Datasets(NamedTuple):
-    """The tokenizer and the datasets of a run."""
+    """Tokenizer and data sets of a run."""
 
     tokenizer: Tokenizer
     train: Dataset
@@ -36,9 +36,9 @@ class Datasets(NamedTuple):
 
 
 def open_datasets(config: DataConfig, *, seed: int) -> Datasets:
-    """Return the tokenizer and the datasets of `config`; text files are tokenized into memory.
+    """Return the tokenizer and the data sets of `config`; text files are tokenized into memory.
 
-    Raises FileNotFoundError or ValueError naming the key and the path.
+    Raises FileNotFoundError or ValueError, with the key and the path.
     """
     tokenizer = load_tokenizer(config.tokenizer, eos_token=config.eos_token)
     readers = _readers(config, tokenizer)
@@ -48,6 +48,7 @@ def open_datasets(config: DataConfig, *, seed: int) -> Datasets:
     ]
     valid: list[_Opened] = [(reader.open(), reader) for reader in readers[count:]]
     if config.valid_fraction > 0.0:
+        # Split each source alone: what is held out of it does not depend on the others.
         split = [_split(store, config.valid_fraction, reader) for store, reader in train if store]
         valid = [(stores[1], reader) for stores, reader in zip(split, readers, strict=True)]
         train = [(stores[0], reader) for stores, reader in zip(split, readers, strict=True)]
@@ -60,16 +61,16 @@ def open_datasets(config: DataConfig, *, seed: int) -> Datasets:
 
 
 def describe_source(config: DataConfig) -> str:
-    """Return a description of `source` for a terminal: sizes, a histogram of lengths, an example.
+    """Return a description of `data.source` for a terminal: sizes, lengths, and an example.
 
-    Raises what `open_datasets` raises.
+    `source` must not be a mixture. Raises the errors of `open_datasets`.
     """
     tokenizer = load_tokenizer(config.tokenizer, eos_token=config.eos_token)
     (reader,) = _readers(config, tokenizer)
     store = reader.open()
     dataset = _dataset(store, reader, 0, config, tokenizer)
     lengths = store.tokens.lengths
-    # Bin p counts the documents of more than 2^(p - 1) and up to 2^p tokens.
+    # Bin p has the number of documents of 2^(p - 1) + 1 to 2^p tokens.
     bins = np.bincount(np.ceil(np.log2(np.maximum(lengths, 1))).astype(np.int64))
     first = int(np.flatnonzero(bins)[0])
     bars = [
@@ -94,10 +95,10 @@ def describe_source(config: DataConfig) -> str:
 
 
 def check_sources(config: DataConfig, tokenizer: Tokenizer, *, objective: str = "sft") -> None:
-    """Check the sources and the chat template of `config`, for which only first lines are read.
+    """Check the sources and the chat template of `config`; reads the first line of each file.
 
-    Raises FileNotFoundError or ValueError for one that cannot be read, or that has no examples for
-    `training.objective`.
+    Raises FileNotFoundError or ValueError for a source that cannot be read, or that has no examples
+    for `training.objective`.
     """
     for reader in _readers(config, tokenizer):
         reader.check()
@@ -110,15 +111,18 @@ def check_sources(config: DataConfig, tokenizer: Tokenizer, *, objective: str = 
 
 
 def takes_bos(config: DataConfig) -> bool:
-    """Return True if `data.add_bos` changes the tokens of a run; reads at most first lines."""
+    """Return True if `data.add_bos` changes the tokens of a run.
+
+    Reads the first line of each file at most.
+    """
     tokenizer = load_tokenizer(config.tokenizer, eos_token=config.eos_token)
     return bool(tokenizer.bos) and any(r.takes_bos for r in _readers(config, tokenizer))
 
 
 def _readers(config: DataConfig, tokenizer: Tokenizer) -> list[SourceReader]:
-    """Return readers of the parts of `source`, followed by those of `valid_source`, if given.
+    """Return a reader for each part of `source`, followed by those of `valid_source`, if given.
 
-    Raises ValueError for a source that cannot be streamed if `data.streaming` is set.
+    Raises ValueError for a source that cannot be streamed although `data.streaming` is set.
     """
     given = [("data.source", part.path) for part in config.parts]
     if config.valid_source is not None:
@@ -136,6 +140,7 @@ def _readers(config: DataConfig, tokenizer: Tokenizer) -> list[SourceReader]:
         )
         for key, source in given
     ]
+    # With `streaming` all training sources are streamed; held-out text never is.
     for reader in readers[: len(config.parts) * config.streaming]:
         if not reader.is_text or any(map(indexed_prefix, reader.items)):
             raise ValueError(
@@ -153,16 +158,17 @@ def _mixture(
     config: DataConfig,
     tokenizer: Tokenizer,
 ) -> Dataset:
-    """Return the dataset of a single source, or the mixture of all `parts`.
+    """Return the data set of a single source, or a mixture of all `parts`.
 
-    `seed` is None for held-out data: each of its sources has the order that it has alone.
+    `seed` None is for held-out data: each source then has the same order as if it were alone, and
+    no limit of epochs.
     """
     own = _HELD_OUT_SEED if seed is None else seed
     if len(opened) == 1:
         return _dataset(*opened[0], own, config, tokenizer)
 
     def part_seed(index: int) -> int:
-        # Hashed, so that the parts of neighboring seeds have no order in common.
+        # Hash: with seed + index, part 1 of one seed would have the order of part 0 of the next.
         return own if seed is None else hashed(hashed(seed) + index) >> 1
 
     datasets = [
@@ -184,7 +190,7 @@ def _dataset(
     config: DataConfig,
     tokenizer: Tokenizer,
 ) -> Dataset:
-    """Return the dataset of one source: streamed, cut from text, or packed from examples."""
+    """Return the data set of one source: streamed, cut from text, or packed from examples."""
     cut: Any = {"seq_len": config.seq_len, "pack": config.pack, "seed": seed, "note": reader.note}
     if store is None:
         name = f"data.source={', '.join(reader.items)}"
@@ -203,10 +209,10 @@ def _dataset(
 
 
 def _split(store: ExampleStore, fraction: float, reader: SourceReader) -> list[ExampleStore]:
-    """Return the documents to train on and the held-out ones, about `fraction` of all.
+    """Return two stores: the documents to train on, and those held out, about `fraction` of all.
 
-    If there is a single text, its end is held out. A pair of preferences stays together. Raises
-    ValueError if either side would be empty.
+    Of a single text the end is held out. The two examples of a pair of preferences stay together.
+    Raises ValueError if one of the two stores would be empty.
     """
     tokens = store.tokens
     held = f"held out of {tokens.name} (data.valid_fraction={fraction})"
@@ -233,7 +239,7 @@ def _split(store: ExampleStore, fraction: float, reader: SourceReader) -> list[E
 
 
 def _check_split(count: int, total: int, units: str, fraction: float, name: str) -> None:
-    """Raise ValueError if `count` of `total` `units` to hold out are none or all."""
+    """Raise ValueError if none or all of `total` documents or tokens (`units`) are held out."""
     if count in (0, total):
         raise ValueError(
             f"data.valid_fraction={fraction} holds out {count} of the {total} {units} of {name}:"

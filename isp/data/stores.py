@@ -1,4 +1,4 @@
-"""Stores of tokenized documents: in memory, several in one, with eos added, or a subset."""
+"""Stores of tokenized documents: in memory, joined, with eos added, or a subset of another."""
 
 import logging
 from collections.abc import Iterable, Sequence
@@ -23,29 +23,29 @@ logger = logging.getLogger(__name__)
 
 _UINT64 = (1 << 64) - 1
 EOS_PROBES = 256
-"""Number of documents whose last token is read to find out if a store already has eos."""
+"""Number of documents whose last token is read, to find out whether a store has eos already."""
 
 
 class TokenStore(Protocol):
-    """Documents of token ids with random access, such as `IndexedDataset` on disk."""
+    """Interface of stores: documents of token ids, of which any part can be read."""
 
     @property
     def name(self) -> str:
-        """Name of the store in messages."""
+        """Name of the store in log lines and errors."""
 
     @property
     def lengths(self) -> npt.NDArray[np.int64]:
-        """Number of tokens of each document; may be zero."""
+        """Number of tokens of each document, which may be 0."""
 
     def read(self, document: int, start: int, stop: int) -> TokenArray:
         """Return tokens [start, stop) of a document."""
 
     def where(self, document: int) -> str:
-        """Return the source of a document and its index there, from 0, for messages."""
+        """Return where a document comes from, for errors: its file, and its index there from 0."""
 
 
 class MemoryStore:
-    """Documents in memory, concatenated in one array of `dtype`."""
+    """A store in memory: all documents concatenated in one array of `dtype`."""
 
     def __init__(self, name: str, documents: Iterable[TokenArray], *, dtype: np.dtype[Any]) -> None:
         self.name = name
@@ -66,9 +66,9 @@ class MemoryStore:
 class EndedStore:
     """The documents of another store, each with eos at its end unless it is empty.
 
-    A program that writes stores adds eos to all documents or to none, and reading the last token
-    of every document would read most of a large file. So about `EOS_PROBES` documents are read,
-    and eos is added to the others if most of these lack it.
+    Eos is added where it is missing. To find that out for each document, most of a large file would
+    have to be read. But programs write eos to all documents or to none: so only about `EOS_PROBES`
+    documents are read, and eos is added to the others if most of these lack it.
     """
 
     def __init__(self, store: TokenStore, eos_id: int) -> None:
@@ -82,14 +82,14 @@ class EndedStore:
         lacking = np.array(last, dtype=np.int64) != eos_id
         if len(probes) < len(documents) and len(set(lacking.tolist())) == 2:
             logger.warning(
-                "%s: %d of %d documents looked at end with token %d, the tokenizer's end of"
-                " document: the others are taken to be like the most of them",
+                "%s: of the documents that were checked, %d of %d end with token %d, the"
+                " tokenizer's end of document: the others are treated like most of these",
                 *(self.name, int((~lacking).sum()), len(probes), eos_id),
             )
-        # A document one token longer than in `store` gets eos from `read`.
+        # A length of one more than in `store` means that `read` adds eos to the document.
         self.lengths = store.lengths.copy()
         self.lengths[documents] += bool(2 * lacking.sum() > len(lacking))
-        self.lengths[probes] = store.lengths[probes] + lacking  # known exactly for these
+        self.lengths[probes] = store.lengths[probes] + lacking  # these were read: no guess
 
     def read(self, document: int, start: int, stop: int) -> TokenArray:
         stored = int(self._store.lengths[document])
@@ -101,7 +101,7 @@ class EndedStore:
 
 
 class ConcatStore:
-    """The documents of several stores, one store after another."""
+    """The documents of several stores as one store, in the order of `stores`."""
 
     def __init__(self, stores: Sequence[TokenStore]) -> None:
         self.name = ", ".join(store.name for store in stores)
@@ -118,14 +118,14 @@ class ConcatStore:
         return store.where(own)
 
     def _find(self, document: int) -> tuple[TokenStore, int]:
-        """Return the store of a document, and its index there."""
+        """Return the store that has a document, and the document's index in it."""
         place = int(np.searchsorted(self._ends, document, side="right"))
         store = self._stores[place]
         return store, document - int(self._ends[place]) + len(store.lengths)
 
 
 class PartStore:
-    """A subset of another store: `documents`, or with `part` those tokens of a single document."""
+    """A subset of another store: `documents`, or only the tokens `part` of a single document."""
 
     def __init__(
         self,
@@ -148,13 +148,13 @@ class PartStore:
 
 
 def held_out(num_documents: int, fraction: float) -> npt.NDArray[np.bool_]:
-    """Return a mask [num_documents] that is true for about `fraction` of the documents.
+    """Return a mask [num_documents] of held-out documents, about `fraction` of them.
 
-    A hash of the index decides, so the seed and documents appended later do not change which
-    documents are held out.
+    A hash of the index decides, so which documents are held out does not depend on a seed, or on
+    documents that are appended later.
     """
     x: npt.NDArray[np.uint64] = hashed(np.arange(1, num_documents + 1, dtype=np.uint64))
-    # float64 represents 53 bits exactly, so the upper 53 become a fraction in [0, 1).
+    # Turn the upper 53 bits into a number in [0, 1), which float64 represents exactly.
     return (x >> np.uint64(11)).astype(np.float64) * 2.0**-53 < fraction
 
 

@@ -1,10 +1,7 @@
-"""Text that is read in order, without an index and without a copy in memory: `data.streaming`.
+"""`StreamDataset`: text read in order, without an index or a copy in memory (`data.streaming`).
 
-[Note: Streams] Each epoch shuffles the files, and the documents in each block of `BLOCK` of a file.
-A position in the stream is five integers, and the tokens after it depend only on these, the files
-and the seed. Every rank that reads data tokenizes the whole stream and keeps its own samples, so
-the number of ranks changes nothing, and a run resumes on any number of them. Resuming starts at the
-position in the checkpoint: of its file, the documents before that position are read again.
+A place in the stream is five integers, from which a run resumes on any number of ranks. See
+[Note: Streams] in docs/design/notes/data.md.
 """
 
 from collections import deque
@@ -25,27 +22,27 @@ from isp.utils.text import counted
 __all__ = ["StreamDataset", "is_place"]
 
 BLOCK = 1024
-"""Number of documents that are in memory at a time, and shuffled."""
+"""Number of consecutive documents that are in memory at a time, and shuffled among themselves."""
 
 _Tokens = npt.NDArray[np.int64]
 
 
 class _Place(NamedTuple):
-    """A position in the stream."""
+    """A place in the stream, at which a sample or a document begins."""
 
     epoch: int = 0
     file: int = 0
-    """Index of the file in the order of the epoch."""
+    """Index of the file in the shuffled order of the epoch."""
     before: int = 0
-    """Number of documents of the file before the block."""
+    """Number of documents of the file before the current block."""
     document: int = 0
-    """Index of the document in the order of the block."""
+    """Index of the document in the shuffled order of the block."""
     token: int = 0
     """Index of the token in the document."""
 
 
 def is_place(value: object) -> bool:
-    """Return True if `value` is a list as `StreamDataset.tell` returns it."""
+    """Return True if `value` has the form of a result of `StreamDataset.tell`."""
     return (
         isinstance(value, list)
         and len(value) == len(_Place._fields)
@@ -54,13 +51,14 @@ def is_place(value: object) -> bool:
 
 
 class StreamDataset:
-    """Samples of an endless stream, for calls of `sample` and `tell` with increasing indices.
+    """Samples of an endless stream of text, to be read with increasing indices.
 
-    A smaller index than in the call before reads again from the position of the last `seek`.
-    `encode` returns the tokens of a document; eos is added where it does not end with it.
+    For a smaller index than in the call before, `sample` and `tell` read again from the place of
+    the last `seek`. `encode` returns the tokens of a document, to which eos is added if it is not
+    at the end. `note` is appended to the summary.
     """
 
-    samples_per_epoch = 0  # unknown without reading all of it
+    samples_per_epoch = 0  # not known: all files would have to be read
 
     def __init__(
         self,
@@ -85,14 +83,15 @@ class StreamDataset:
         self.seek(0, _Place())
 
     def seek(self, index: int, place: Sequence[int]) -> None:
-        """Move to `place`, which `tell(index)` returned, where sample `index` begins."""
+        """Go to `place`, the result of `tell(index)`, at which sample `index` begins."""
         self._begin = index, _Place(*place)
         self._next = index
         self._documents = self._read(self._begin[1])
         self._held: deque[tuple[_Place, _Tokens]] = deque()
+        """Documents, or ends of them, from the place of sample `_next` on."""
 
     def tell(self, index: int) -> list[int]:
-        """Return the position at which sample `index` begins."""
+        """Return the place in the stream at which sample `index` begins."""
         self._move(index)
         return list(self._held[0][0])
 
@@ -104,12 +103,12 @@ class StreamDataset:
         return cut(np.concatenate(pieces)[: self.seq_len + 1], ends, self.seq_len, self.pack)
 
     def _move(self, index: int) -> None:
-        """Read on until `_held` begins with the tokens of sample `index` and one more."""
-        if index < self._next:  # the stream cannot be read backward
+        """Read on until `_held` begins with sample `index`, and has the token after it, too."""
+        if index < self._next:  # the stream cannot be read backward: begin again
             self.seek(*self._begin)
         self._fill()
         while self._next < index:
-            left = self.seq_len  # tokens of this sample that have to be dropped
+            left = self.seq_len  # number of tokens of this sample, still to be dropped
             while left:
                 place, tokens = self._held.popleft()
                 if len(tokens) > left:  # the rest of the document begins the next sample
@@ -120,23 +119,24 @@ class StreamDataset:
             self._fill()
 
     def _fill(self) -> None:
-        """Read documents until `_held` has more than `seq_len` tokens."""
+        """Read documents until `_held` has more than `seq_len` tokens: a sample and a label."""
         held = sum(len(tokens) for _, tokens in self._held)
         while held <= self.seq_len:
             self._held.append(next(self._documents))
             held += len(self._held[-1][1])
 
     def _read(self, place: _Place) -> Iterator[tuple[_Place, _Tokens]]:
-        """Yield the documents from `place` on, each with its position, epoch after epoch."""
+        """Yield the documents from `place` on, each with its place, epoch after epoch."""
         while True:
             order = np.random.default_rng([self._seed, place.epoch]).permutation(len(self._files))
-            # Only an epoch read from its beginning can show that there is no text at all.
+            # An epoch without any document would make this loop run forever. Only an epoch that is
+            # read from its beginning shows that there is none.
             is_empty = place == _Place(place.epoch)
             for number in range(place.file, len(order)):
                 file = int(order[number])
                 place = place._replace(file=number)
                 texts = read_documents(self._files[file], text_key=self._text_key)
-                left = islice(texts, place.before, None)  # reads and drops earlier blocks
+                left = islice(texts, place.before, None)  # a file has no index: reads what it skips
                 while block := [document.text for document in islice(left, BLOCK)]:
                     is_empty = False
                     key = [self._seed, place.epoch, file, place.before]

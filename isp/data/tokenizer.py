@@ -1,4 +1,8 @@
-"""Tokenizers: the bytes of UTF-8 by default, or a tokenizer.json of Hugging Face, tried first."""
+"""Tokenizers: the bytes of UTF-8 (the default), or a tokenizer.json of Hugging Face.
+
+A tokenizer.json is tried in a child process before it is used, see [Note: Foreign code] in
+docs/design/notes/train.md.
+"""
 
 import json
 from collections.abc import Iterator
@@ -40,31 +44,33 @@ _COMMON_EOS_TOKENS = (
 )
 
 _MOST_SECONDS = 120.0
-"""Time limit for reading and trying a tokenizer.json; a file of 40 MB takes about 3 s."""
+"""Time limit to read and try a tokenizer.json; a file of 40 MB takes about 3 s."""
 _MOST_BYTES = 2**32
-"""Memory limit for reading and trying a tokenizer.json."""
+"""Memory limit to read and try a tokenizer.json."""
 _MOST_TOKENS = 100
-"""Limit of tokens for a character, whose longest decomposition in Unicode has 72 bytes."""
+"""Limit of tokens for one character. The longest decomposition of a character in Unicode has 72
+bytes, so no honest tokenizer needs more."""
 _PASSED: set[bytes] = set()
 """SHA-256 digests of the files that this process has tried; a cache, no state of a run."""
 _RUN = 2000
-"""Length of the texts that repeat a character, on which patterns backtrack and normalizers grow."""
+"""Length of the trial texts that repeat a character: on these, regular expressions may backtrack
+for ever, and normalizers may grow the text."""
 
 
 class Encoding(NamedTuple):
     """Tokens of a text, each with the range of characters [start, end) that it encodes."""
 
-    tokens: TokenArray  # [T]
+    tokens: TokenArray  # [T tokens]
     starts: npt.NDArray[np.int64]  # [T]
     ends: npt.NDArray[np.int64]  # [T]
 
 
 class Tokenizer(Protocol):
-    """The interface of a tokenizer in this package; every id is below `vocab_size`."""
+    """Interface of tokenizers; all ids are below `vocab_size`."""
 
     @property
     def vocab_size(self) -> int:
-        """One more than the largest id; a model may pad it to divide over ranks."""
+        """The largest id plus one. A model may have more rows, to be divisible by ranks."""
 
     @property
     def eos_id(self) -> int:
@@ -72,7 +78,7 @@ class Tokenizer(Protocol):
 
     @property
     def bos(self) -> tuple[int, ...]:
-        """Ids that the tokenizer itself puts before a text: usually one, or none."""
+        """Ids that the tokenizer puts before a text: usually one id, or none."""
 
     def encode(self, text: str) -> TokenArray:
         """Return the ids of `text`, without special tokens around it."""
@@ -99,19 +105,20 @@ class ByteTokenizer:
 
 
 class HFTokenizer:
-    """A tokenizer.json, run by Hugging Face's `tokenizers` package.
+    """The tokenizer in a tokenizer.json, by Hugging Face's package `tokenizers`.
 
-    `path` is the file, or a folder with it. Raises FileNotFoundError or ValueError naming
-    `data.tokenizer`, also if the package is missing.
+    `path` is the file, or a folder with it. Raises FileNotFoundError or ValueError, with
+    `data.tokenizer`, also if the package is not installed.
     """
 
     def __init__(self, path: str | Path, *, eos_token: str | None = None) -> None:
         self.file = file = _tokenizer_file(Path(path).expanduser())
         self._tokenizer = _read_tokenizer(file)
-        # Files that a fine-tuning script saved often set both, which would cut documents silently.
+        # A fine-tuning script may have saved the file with truncation, which would cut documents
+        # silently.
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
-        # Ids may have gaps, so the size is not the number of entries.
+        # Not the number of entries: there may be gaps between ids.
         self.vocab_size = max(self._tokenizer.get_vocab(with_added_tokens=True).values()) + 1
         if self.vocab_size > np.iinfo(np.int32).max:
             raise ValueError(
@@ -134,7 +141,7 @@ class HFTokenizer:
         return ids
 
     def encode_with_offsets(self, text: str) -> Encoding:
-        """Return the ids of `text` as `encode` does, with the characters of each token."""
+        """Return the ids of `text` as `encode` does, with the range of characters of each."""
         encoding = self._encoded(text)
         tokens = np.array(encoding.ids, dtype=np.int32)
         starts, ends = np.array(encoding.offsets, dtype=np.int64).reshape(-1, 2).T
@@ -156,7 +163,7 @@ class HFTokenizer:
         return ids
 
     def added_tokens(self) -> tuple[str, ...]:
-        """Return the texts of all added tokens, which are matched whole, special or not."""
+        """Return the texts of all added tokens, special or not; a text never splits them."""
         return tuple(t.content for t in self._tokenizer.get_added_tokens_decoder().values())
 
     def decode(self, tokens: TokenArray, *, special: bool = False) -> str:
@@ -168,7 +175,7 @@ class HFTokenizer:
         return text
 
     def _encoded(self, text: str, *, add_special_tokens: bool = False) -> Any:
-        """Return the package's encoding of `text`; raises as `encode` does."""
+        """Return the encoding of `text` as an object of the package; raises as `encode` does."""
         try:
             return self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
         except Exception as error:  # the package raises bare Exception, as for an unknown word
@@ -179,12 +186,13 @@ class HFTokenizer:
             ) from None
 
     def _find_bos(self) -> tuple[int, ...]:
-        """Return the ids that the post-processor puts before a text.
+        """Return the ids that the post-processor of tokenizer.json puts before a text.
 
-        Like transformers 5, this ignores `add_bos_token` of tokenizer_config.json if there is a
+        `add_bos_token` in tokenizer_config.json is ignored, as by transformers 5 if there is a
         tokenizer.json.
         """
-        # Encode eos, a text for which every vocabulary has a token; "a" may have none.
+        # Encode a text and see which ids come before it. The text is eos: there may be no token for
+        # another one, such as "a".
         name = self._tokenizer.id_to_token(self.eos_id)
         found = self._encoded(name, add_special_tokens=True)
         # Sequence 0 is the text; added tokens before it belong to no sequence.
@@ -192,9 +200,9 @@ class HFTokenizer:
         return tuple(found.ids[:of_text])
 
     def _find_eos(self, file: Path, eos_token: str | None) -> int:
-        """Return the id of `eos_token`, else of tokenizer_config.json's, else of a common one.
+        """Return the id of `eos_token`, else of that in tokenizer_config.json, else a common one.
 
-        Raises ValueError if the named token, or each common one, is not in the vocabulary.
+        Raises ValueError if the named token, or all common ones, are not in the vocabulary.
         """
         declared = eos_token or _declared_eos(file.with_name("tokenizer_config.json"))
         for name in _COMMON_EOS_TOKENS if declared is None else (declared,):
@@ -215,7 +223,7 @@ class HFTokenizer:
 
 
 def with_bos(tokens: TokenArray, bos: tuple[int, ...]) -> TokenArray:
-    """Return `tokens` with `bos` before them, unless they begin with it already."""
+    """Return `tokens` with the ids `bos` before them, unless they already begin with these."""
     if tuple(tokens[: len(bos)].tolist()) == bos:
         return tokens
     return np.concatenate([np.array(bos, dtype=np.int32), tokens])
@@ -229,9 +237,9 @@ def load_tokenizer(name: str, *, eos_token: str | None = None) -> Tokenizer:
 
 
 def _tokenizer_file(path: Path) -> Path:
-    """Return the path of the tokenizer.json at `path` or in it.
+    """Return the path of the tokenizer.json, which is `path` or in the folder `path`.
 
-    Raises FileNotFoundError if there is none, and ValueError if it is no regular file.
+    Raises FileNotFoundError if there is none, and ValueError if it is not a regular file.
     """
     if path.is_dir() and not (path / "tokenizer.json").is_file():
         raise FileNotFoundError(
@@ -249,7 +257,7 @@ def _tokenizer_file(path: Path) -> Path:
 
 
 def _read_tokenizer(file: Path) -> Any:
-    """Return the tokenizer of the package `tokenizers`, after a trial in a child process."""
+    """Return the tokenizer in `file`, as an object of `tokenizers`, after a trial of the file."""
     require(f"data.tokenizer={file}", "tokenizers")
     from tokenizers import Tokenizer as FastTokenizer
 
@@ -268,7 +276,7 @@ def _declared_eos(file: Path) -> str | None:
         declared = read_json(file).get("eos_token")
     except ValueError as error:
         raise ValueError(f"{error} (next to data.tokenizer)") from None
-    if isinstance(declared, dict):  # an added token, written with its stripping rules
+    if isinstance(declared, dict):  # an added token, with rules about white space
         declared = declared.get("content")
     if declared is not None and not isinstance(declared, str):
         raise ValueError(f"{file}: eos_token={declared!r} is not a token: set data.eos_token")
@@ -278,9 +286,8 @@ def _declared_eos(file: Path) -> str | None:
 def _check_file(file: Path) -> None:
     """Raise ValueError for a tokenizer.json that is invalid or takes too much time or memory.
 
-    A child process reads it and encodes some texts: the package `tokenizers` is written in Rust,
-    so Python cannot interrupt it, and it aborts the process when memory runs out. A process tries
-    files with the same contents once.
+    A child process reads the file and encodes some texts [Note: Foreign code]. Files with the same
+    contents are tried once in a process.
     """
     try:
         data = read_limited(file, LARGE_FILE_BYTES)
@@ -300,9 +307,9 @@ def _check_file(file: Path) -> None:
 
 
 def _try(data: bytes) -> None:
-    """Load a tokenizer.json and encode and decode the texts of `_texts`.
+    """Load a tokenizer.json, and encode and decode the texts of `_texts`; runs in a child process.
 
-    Runs in a child process. Raises ValueError for an invalid file, and for too many tokens.
+    Raises ValueError for an invalid file, and for too many tokens.
     """
     from tokenizers import Tokenizer
 
@@ -317,7 +324,7 @@ def _try(data: bytes) -> None:
             tokenizer.decode(ids)
         except MemoryError:
             raise
-        except Exception:  # no token for a character, and no unknown token: refused when it occurs
+        except Exception:  # no token for a character: an error only if a document has it
             continue
         if len(ids) > _MOST_TOKENS * (len(text) + 10):
             raise ValueError(
@@ -327,9 +334,10 @@ def _try(data: bytes) -> None:
 
 
 def _texts(described: Any) -> Iterator[str]:
-    """Yield texts to try: all of Unicode's first plane, repeated characters, the rules' patterns.
+    """Yield texts on which to try a tokenizer; `described` is the parsed tokenizer.json.
 
-    `described` is the parsed tokenizer.json.
+    They are all characters of Unicode's first plane, repeated characters, and repetitions of the
+    strings in the file, which its rules match.
     """
     yield "".join(map(chr, (*range(1, 0xD800), *range(0xE000, 0xFFFE))))
     for character in "aA0 \n\t-.'é漢\u0301\U0001f600":

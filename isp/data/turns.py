@@ -1,12 +1,7 @@
-"""Reading the rows of conversations in the formats that data sets use, as messages for a template.
+"""Reads rows of conversations, in the formats that data sets use, as messages for a template.
 
-[Note: Keys of conversations] No key that could change the text or the loss is dropped silently.
-Every key of a message goes to the chat template, as in transformers. The log counts keys of
-messages that the template does not name, and keys of a row that are not used (`id`, `source`,
-`score`). Errors name keys that other programs read and ISP does not, and roles that neither a
-format nor the template knows. Sources: the formats of OpenAI's fine-tuning, TRL 1.16
-(`data_utils.py`), LLaMA-Factory 0.9.5 (`data/converter.py` and its v1) and axolotl 0.19
-(`chat_template.py`).
+No key that could change the text or the loss is dropped silently. See
+[Note: Keys of conversations] in docs/design/notes/data.md.
 """
 
 import json
@@ -19,9 +14,9 @@ from isp.data.rendering import REASONING, Named
 
 __all__ = [
     "Arguments",
-    "Beside",
-    "read_beside",
+    "TemplateInputs",
     "read_talk",
+    "read_template_inputs",
     "read_turns",
     "unnamed_keys",
     "with_system",
@@ -36,18 +31,18 @@ _ALIASES = {
     **dict.fromkeys(_ASSISTANT, "assistant"),
     **dict.fromkeys(_TOOL, "tool"),
 }
-"""Other names of roles, with the one of `_ROLES` that replaces them.
+"""Other names of roles, each with the name in `_ROLES` that replaces it.
 
-A template that compares the role with such a name gets it unchanged. The exception are names of the
-assistant in a template that also knows `assistant`: Gemma's compares with `model`, but only after
-it has replaced `assistant` itself.
+A name that the template itself compares roles with is not replaced. But a name of the assistant is
+replaced if the template also knows `assistant`: Gemma's template compares roles with `model`, but
+only after it has replaced `assistant` by it.
 """
 
 _RENAMED = {"from": "role", "value": "content"}
-"""ShareGPT's names of keys, and the names to use."""
+"""ShareGPT's names of keys, with the names that replace them."""
 
 _WEIGHTS = ("train", "training", "train_detail", "training_detail", "loss_weight")
-"""Keys by which other programs select the messages, or parts of their content, to train."""
+"""Keys in which other programs say which messages, or parts of them, are trained."""
 
 _MEDIA = ("image", "images", "video", "videos", "audio", "audios")
 """Keys of rows with content other than text."""
@@ -61,16 +56,16 @@ _REFUSED = {
     "functions": "write 'tools'",
     "weight": "rows have no weight: give one to messages, or to sources",
 }
-"""Keys of rows that other programs read and ISP does not, with what to do instead."""
+"""Keys of rows that other programs read and ISP does not, with the remedy for each."""
 
 _SYSTEM = ("system_prompt", "system_message")
-"""Other names of a row's `system`, refused with the name to use."""
+"""Names that other programs have for the key `system` of a row; an error says the name to use."""
 
 
 class Arguments(dict[str, Any]):
-    """The arguments of a tool call as a dict that prints as the JSON text that it was read from.
+    """Arguments of a tool call: a dict that prints as the JSON text that it was read from.
 
-    So templates work that read its items, and those that write it as if it were text.
+    It suits templates that read the items, and templates that write the arguments as text.
     """
 
     def __init__(self, values: Mapping[str, Any], text: str) -> None:
@@ -84,18 +79,20 @@ class Arguments(dict[str, Any]):
         return repr(self._text)
 
 
-class Beside(NamedTuple):
-    """The inputs of a chat template from a row, besides the messages; None if the row has none."""
+class TemplateInputs(NamedTuple):
+    """Inputs of the chat template that a row has in addition to its messages."""
 
     tools: Any
+    """Value of the key `tools`; None without."""
     variables: Any
+    """Value of the key `chat_template_kwargs`; None without."""
 
 
-def read_talk(line: JsonLine) -> tuple[Any, Beside]:
+def read_talk(line: JsonLine) -> tuple[Any, TemplateInputs]:
     """Return the messages of a row with `messages` or `conversations`, and its other inputs.
 
     Raises ValueError, with the row and the key, for a row without messages, and for keys that
-    `read_beside` or `with_system` refuse.
+    `read_template_inputs` or `with_system` refuse.
     """
     record, where = line.record, line.where
     found = [key for key in ("messages", "conversations") if key in record]
@@ -103,11 +100,11 @@ def read_talk(line: JsonLine) -> tuple[Any, Beside]:
         raise ValueError(f"{where} has no key 'messages', only {', '.join(map(repr, record))}")
     if len(found) > 1:
         raise ValueError(f"{where} has 'messages' and 'conversations': leave one of them out")
-    beside = read_beside(line)
-    return with_system(record[found[0]], line), beside
+    inputs = read_template_inputs(line)
+    return with_system(record[found[0]], line), inputs
 
 
-def read_beside(line: JsonLine) -> Beside:
+def read_template_inputs(line: JsonLine) -> TemplateInputs:
     """Return `tools` and `chat_template_kwargs` of a row; `tools` may be JSON text, as in tables.
 
     Raises ValueError, with the row and the key, for keys that other programs read and ISP does not.
@@ -116,13 +113,14 @@ def read_beside(line: JsonLine) -> Beside:
     for key, instead in _REFUSED.items():
         if key in record and _filled(record[key]) is not None:
             raise ValueError(f"{line.where} has {key!r}, which is not read: {instead}")
-    return Beside(_filled(record.get("tools")) or None, record.get("chat_template_kwargs"))
+    tools = _filled(record.get("tools")) or None
+    return TemplateInputs(tools, record.get("chat_template_kwargs"))
 
 
 def _filled(value: Any) -> Any:
     """Return a value of a row, parsed if it is JSON text; None if it is empty.
 
-    In data sets, rows without tools, functions or images have "", [], "[]" or [null] there.
+    In a table, rows without tools or images have an empty value: "", [], "[]" or [null].
     """
     if isinstance(value, str):
         with suppress(ValueError, RecursionError):
@@ -132,11 +130,11 @@ def _filled(value: Any) -> Any:
 
 
 def with_system(messages: Any, line: JsonLine) -> Any:
-    """Return `messages` with the `system` of their row, if it has one, as the first message.
+    """Return `messages` with the row's `system` as first message, if the row has that key.
 
-    An empty system message at the beginning is replaced, and an equal one is kept.
-    Raises ValueError if messages begin with a different system message, and for a `system` that is
-    not text or has another name.
+    It replaces an empty system message at the beginning; an equal one is kept. Raises ValueError if
+    messages begin with a different system message, and for a `system` that is not text or has
+    another name.
     """
     first = messages[0] if isinstance(messages, list) and messages else None
     first = first if isinstance(first, dict) else {}
@@ -162,11 +160,11 @@ def with_system(messages: Any, line: JsonLine) -> Any:
 
 
 def read_turns(messages: Any, named: Named, *, parses: bool = True) -> list[dict[str, Any]]:
-    """Return messages with `role` and `content`, in roles and keys that the template knows.
+    """Return messages with `role` and `content`, with roles and keys that the template knows.
 
-    `named`: the names in the template. `parses`: turn arguments of tool calls that are JSON text
-    into `Arguments`, which most templates expect. Raises ValueError, with the message and the key,
-    for roles, keys and values that are not read.
+    `named`: names that are in the template. `parses`: turn arguments of tool calls from JSON text
+    into `Arguments`, since most templates expect objects. Raises ValueError, with the message and
+    the key, for roles, keys and values that ISP does not read.
     """
     if not isinstance(messages, list) or not messages:
         raise ValueError("'messages' must be a list of at least one message")
@@ -177,16 +175,16 @@ def read_turns(messages: Any, named: Named, *, parses: bool = True) -> list[dict
 
 
 def unnamed_keys(turns: Sequence[Mapping[str, Any]], named: Named) -> set[str]:
-    """Return the keys of messages that the template does not name."""
+    """Return the keys in messages that the template does not name, so does not read."""
     keys = {key for turn in turns for key in turn} - {"role", "content", "weight", "tool_calls"}
-    # `render` gives reasoning under all of its names, so one in the template is enough.
+    # `render` passes reasoning under all of its names: the template needs to have only one.
     if not named.words.isdisjoint(REASONING):
         keys -= {*REASONING}
     return keys - named.words
 
 
 def _read_turn(given: Any, where: str, named: Named, parses: bool) -> dict[str, Any]:
-    """Return one message of `read_turns`; `where` is its number, for messages."""
+    """Return one message for `read_turns`; `where` is its number, for errors."""
     if not isinstance(given, dict):
         raise ValueError(
             f"{where} is a JSON {type(given).__name__}, not an object with 'role' and 'content'"
@@ -201,7 +199,7 @@ def _read_turn(given: Any, where: str, named: Named, parses: bool) -> dict[str, 
         raise ValueError(f"{where} has no 'role' that is text")
     where = f"{where} ({role})"
     _check_calls(turn, where, named)
-    # LLaMA-Factory's role of a tool call, whose content is one call or a list of them.
+    # LLaMA-Factory has a role for tool calls; the content is a call or a list of calls.
     if role == "function_call" and role not in named.roles:
         called = _from_json(turn.get("content"), where, "content")
         calls = called if isinstance(called, list) else [called]
@@ -219,7 +217,7 @@ def _read_turn(given: Any, where: str, named: Named, parses: bool) -> dict[str, 
         turn |= {} if _filled(called) is None else {"tool_calls": [_as_call(called)]}
     if "tool_calls" in turn:
         turn["tool_calls"] = _read_calls(turn["tool_calls"], where, parses)
-        if not turn["tool_calls"]:  # many templates test only if the key is there
+        if not turn["tool_calls"]:  # many templates test only whether the key exists
             del turn["tool_calls"]
     _check_weight(turn, where)
     content = turn.get("content")
@@ -231,7 +229,7 @@ def _read_turn(given: Any, where: str, named: Named, parses: bool) -> dict[str, 
 
 
 def _check_calls(turn: dict[str, Any], where: str, named: Named) -> None:
-    """Raise ValueError if a message has tool calls under two keys, or in a key and its content."""
+    """Raise ValueError if a message has tool calls in two places: two keys, or key and content."""
     keys = [key for key in ("tool_calls", "function_call") if _filled(turn.get(key)) is not None]
     if "function_call" in named.words:  # the template reads this key itself
         keys = [key for key in keys if key != "function_call"]
@@ -244,9 +242,10 @@ def _check_calls(turn: dict[str, Any], where: str, named: Named) -> None:
 
 
 def _check_weight(turn: dict[str, Any], where: str) -> None:
-    """Raise ValueError unless a message's weight is 0, or 1 for the assistant, or absent.
+    """Raise ValueError unless a message has no weight, or 0, or, of the assistant, 1.
 
-    Other programs' keys for weights are refused. In tables a weight may be 0.0 or 1.0.
+    Also raises it for keys in which other programs have weights. In tables a weight may be 0.0 or
+    1.0.
     """
     if key := next((key for key in _WEIGHTS if key in turn), None):
         raise ValueError(
@@ -258,8 +257,8 @@ def _check_weight(turn: dict[str, Any], where: str) -> None:
         return
     if type(weight) not in (int, float) or weight not in (0, 1):
         raise ValueError(
-            f"{where} has the weight {weight!r}: 0 leaves an assistant's message out of the loss, 1"
-            " is as without"
+            f"{where} has the weight {weight!r}: write 0 to leave an assistant's message out of the"
+            " loss, or leave the weight out"
         )
     if weight == 1 and turn["role"] != "assistant":
         raise ValueError(
@@ -269,7 +268,7 @@ def _check_weight(turn: dict[str, Any], where: str) -> None:
 
 
 def _check_part(part: Any, where: str) -> None:
-    """Raise ValueError for a part of a message's content that is not text or has a weight."""
+    """Raise ValueError if a part of a message's content is not text, or has a weight."""
     if not isinstance(part, dict):
         return
     if key := next((key for key in ("weight", *_WEIGHTS) if key in part), None):
@@ -285,7 +284,7 @@ def _check_part(part: Any, where: str) -> None:
 
 
 def _read_calls(calls: Any, where: str, parses: bool) -> list[dict[str, Any]]:
-    """Return tool calls, with `arguments` turned into `Arguments` if `parses`.
+    """Return the tool calls of a message, with `arguments` as `Arguments` if `parses`.
 
     Raises ValueError, with the message, for calls that are not a list of objects.
     """
@@ -302,7 +301,7 @@ def _as_call(function: Any) -> Any:
 
 
 def _read_call(call: dict[str, Any], where: str, parses: bool) -> dict[str, Any]:
-    """Return a tool call, with `arguments` that are JSON text turned into `Arguments` if `parses`.
+    """Return a tool call; `parses`: with `arguments` that are JSON text as `Arguments`.
 
     Raises ValueError, with the message, for arguments that are not a JSON object.
     """
@@ -320,7 +319,7 @@ def _read_call(call: dict[str, Any], where: str, parses: bool) -> dict[str, Any]
 
 
 def _from_json(text: Any, where: str, key: str) -> Any:
-    """Return the value of JSON `text`; raise ValueError with the message and `key` if invalid."""
+    """Return the value of the JSON `text` under `key`; raise ValueError if it is not JSON."""
     try:
         return json.loads(text)
     except (ValueError, TypeError, RecursionError) as error:

@@ -1,7 +1,9 @@
-"""`Engine`: logits and losses of a model on the ranks of one tensor group.
+"""`Engine`: computes logits and losses of a model on ranks that form one tensor group.
 
-It runs the forward of training. n documents of T tokens in all, padded to a multiple of p ranks
-where a sequence is split; V vocabulary
+It runs the forward of training, without backward.
+
+B rows, T tokens in a row (in all documents together, if packed), n tokens asked for, F features,
+V vocabulary; /p = over the p ranks of the group
 """
 
 from __future__ import annotations
@@ -35,29 +37,32 @@ class EvaluationLayout(NamedTuple):
 
     parallel: ParallelConfig
     note: str
-    """A sentence on how the layout differs from the requested one; empty if it does not."""
+    """Sentence on how the layout differs from the requested one, and why; "" if it does not."""
 
     @property
     def ranks(self) -> int:
-        """The number of ranks, all of which form one tensor group."""
+        """Number of ranks, which all form one tensor group."""
         return self.parallel.tensor.size
 
     def describe(self) -> str:
-        """Return the layout in words."""
+        """Return the number of ranks and the mode in words, such as `4 ranks, mtp`."""
         return "1 rank" if self.ranks == 1 else f"{self.ranks} ranks, {self.parallel.tensor.mode}"
 
 
 @section("")
 class _Keys:
+    """Sections of the configuration that an evaluation accepts on its command line."""
+
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     """The split over ranks."""
 
 
 def choose_layout(model: TracedModel, ranks: int, overrides: Sequence[str]) -> EvaluationLayout:
-    """Return the layout of `ranks` ranks: mtp mode, or as `overrides` of `parallel` say.
+    """Return the layout for an evaluation on `ranks` ranks: mtp mode, unless `overrides` change it.
 
-    Falls back to one rank if mtp mode does not fit the model and was not requested. Raises
-    ValueError for overrides that an evaluation does not support, with key, value and remedy.
+    `overrides` are keys of `parallel`, from the command line. If mtp mode does not fit the model
+    and was not requested, one rank is used. Raises ValueError for overrides that an evaluation does
+    not support, with key, value and remedy.
     """
     mode = Mode.MTP if ranks > 1 else Mode.ISP
     defaults = {"tensor": {"size": ranks, "mode": mode}, "weight": {"size": ranks}}
@@ -73,7 +78,7 @@ def choose_layout(model: TracedModel, ranks: int, overrides: Sequence[str]) -> E
 
 
 def _check(parallel: ParallelConfig, ranks: int) -> None:
-    """Raise ValueError for keys that an evaluation does not support."""
+    """Raise ValueError for keys of `parallel` that an evaluation does not support."""
     tensor, weight = parallel.tensor, parallel.weight
     if tensor.size != ranks:
         raise ValueError(
@@ -98,7 +103,10 @@ def _check(parallel: ParallelConfig, ranks: int) -> None:
 
 
 class Engine:
-    """A model that gives logits and losses on all ranks of a mesh, which is one tensor group."""
+    """Computes logits and losses with a built model; every rank of `mesh` gets the results.
+
+    The ranks have to form one tensor group. Both methods are collectives over them.
+    """
 
     def __init__(self, built: BuiltModel, mesh: Mesh, device: torch.device) -> None:
         (chunk,) = built.chunks
@@ -111,20 +119,20 @@ class Engine:
         self._sliced = mode.slices_batch and tensor.size > 1
         self._splits_logits = mode.splits_features and tensor.size > 1
         self._padded_to = tensor.size if mode.splits_sequence else 1
-        """Tokens of a forward are padded to a multiple of this."""
+        """The number of tokens in a forward of `logits` is padded to a multiple of this."""
 
     @torch.inference_mode()
     def logits(self, documents: Sequence[Sequence[int]], counts: Sequence[int]) -> Tensor:
-        """Return the logits [sum of counts, V] of the last `counts` tokens of each document.
+        """Return the logits [n, V] of the last `counts[i]` tokens of each document i.
 
-        Documents are packed into one row. All ranks get the result.
+        n is the sum of `counts`. Documents are packed into one row.
         """
         lengths = [len(document) for document in documents]
         tokens = torch.tensor([token for document in documents for token in document])
         positions = torch.cat([torch.arange(length) for length in lengths])
         ends = itertools.accumulate(lengths)
         asked = torch.cat([torch.arange(e - n, e) for e, n in zip(ends, counts, strict=True)])
-        # Padding is a document of its own, so that it cannot change the others.
+        # Padding is a document of its own, so no other document attends to it.
         padding = -len(tokens) % self._padded_to
         bounds = None
         if padding or len(lengths) > 1:
@@ -132,17 +140,19 @@ class Engine:
             bounds = F.pad(packed.cumsum(0), (1, 0)).to(torch.int32)
         num, rows = len(tokens) + padding, pinned_memory.send(asked, self._device)
 
+        # Pick tokens before the head: logits of all T tokens may not fit into memory.
         def pick(x: Tensor) -> Tensor:
             return x.index_select(1, rows) if x.shape[1] == num else self._joined(x, rows)
 
         x, positions = self._given(tokens[None], positions[None], padding=padding)
-        # A head that gathers tokens (msp) gathers the same ones of each rank: one copy counts.
+        # In msp the head gathers the tokens of all ranks along the sequence. After `pick` all have
+        # the same n tokens, so the result has p copies: keep one.
         logits = self._chunk.logits_of(x, positions, bounds, pick)[:, : len(asked)]
         return (self._whole(logits) if self._splits_logits else logits)[0]
 
     @torch.inference_mode()
     def losses(self, batch: MicroBatch) -> Tensor:
-        """Return the losses of rows that are not packed, on every rank; shape of the labels."""
+        """Return the loss of each label [B, T] of rows that are not packed, in nats."""
         tensor, num_tokens = self.mesh[Axis.TENSOR], batch.tokens.shape[1]
         tokens, positions, labels = self._given(
             batch.tokens, batch.positions, batch.labels, padding=-num_tokens % tensor.size
@@ -154,9 +164,13 @@ class Engine:
         return losses[:, :num_tokens]
 
     def _given(self, *rows: Tensor, padding: int) -> list[Tensor]:
-        """Return this rank's part of rows [B, T], padded and on the device, for one forward."""
+        """Begin a forward: return this rank's part of each of `rows` [B, T], on the device.
+
+        Rows get `padding` more tokens, and are [B, T/p] if ranks have parts of the sequence.
+        """
         tensor, communicator = self.mesh[Axis.TENSOR], self._built.communicator
-        if communicator is not None:  # start the gathers of this forward
+        # Every forward has a plan of its own, which starts the gathers of its first weights.
+        if communicator is not None:
             communicator.begin(sequential_actions(1, training=False))
             communicator.switch_current_model_chunk(0)
         own = [F.pad(x, (0, padding)) if padding else x for x in rows]
@@ -165,22 +179,27 @@ class Engine:
         return [pinned_memory.send(x, self._device) for x in own]
 
     def _joined(self, x: Tensor, rows: Tensor) -> Tensor:
-        """Return tokens `rows` [n] of all T from the slices x [1, T/p, F] of the ranks: [1, n, F].
+        """Return the tokens with indices `rows` [n] from ranks' parts x [1, T/p, F]: [1, n, F].
 
-        A rank contributes its own tokens and zeros for those of others, so the sum is exact.
+        It is an all-reduce, to which a rank contributes zeros for tokens that others have. The sum
+        is exact.
         """
         tensor, size = self.mesh[Axis.TENSOR], x.shape[1]
         own = rows - tensor.rank * size
         elsewhere = (own < 0) | (own >= size)
+        # For tokens of other ranks, select any valid index first and zero the result after.
         found = x.index_select(1, own.masked_fill(elsewhere, 0))
         found = found.masked_fill(elsewhere.view(1, -1, 1), 0)
         return tensor.all_reduce(found, tag=Tag(Purpose.ACTIVATION, tensor="rows")).wait()
 
     def _whole(self, logits: Tensor) -> Tensor:
-        """Return the logits [1, n, V] from the ranks' parts [1, n, V'], of which the last may be
-        narrower."""
+        """Return all logits [1, n, V], gathered from the ranks' shares of the vocabulary.
+
+        `logits` is this rank's share, [1, n, ceil(V / p)]; the last rank's may be narrower.
+        """
         tensor, vocab_size = self.mesh[Axis.TENSOR], self._chunk.vocab_size
         share = -(-vocab_size // tensor.size)
+        # An all-gather needs equal shapes: pad the last share, and cut the padding off below.
         logits = F.pad(logits, (0, share - logits.shape[-1])).contiguous()
         gathered: Tensor = tensor.all_gather(
             logits, dim=2, tag=Tag(Purpose.LOGITS, tensor="logits")

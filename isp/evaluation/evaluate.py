@@ -1,4 +1,7 @@
-"""Measures a model on long text: its loss by position, and passkeys that it finds; as text, too."""
+"""Measurements on long text: the loss by position, and passkeys that a model finds.
+
+`describe` makes the tables that `isp evaluate` prints.
+"""
 
 from __future__ import annotations
 
@@ -27,18 +30,18 @@ __all__ = ["TextRows", "count_found", "describe", "find_passkeys", "open_rows", 
 
 
 class TextRows(NamedTuple):
-    """Plain text, cut into sequences."""
+    """Text to evaluate on, cut into sequences of equal length."""
 
     dataset: Dataset
     name: str
-    """Source of the text, for the printed table."""
+    """Where the text comes from, in words, for the printed table."""
 
 
 def open_rows(source: Source, *, files: Sequence[str], length: int) -> TextRows | None:
-    """Return sequences of `length` tokens from `files`, or from the run's held-out text.
+    """Return sequences of `length` tokens from `files`, or without them from held-out text.
 
-    Returns None if there is neither. Raises ValueError, in one line, if the text is too short for a
-    single sequence.
+    Held-out text is that of the run that trained the model of `source`. Returns None if there is
+    neither. Raises ValueError, in one line, if the text is too short for a single sequence.
     """
     kept = source.data
     if files:
@@ -70,10 +73,12 @@ def text_losses(
     batch_tokens: int,
     source: str,
 ) -> TextLosses:
-    """Return the losses of the first `rows` samples, each as long as the last of `lengths`.
+    """Return losses by position of the first `rows` samples, each `lengths[-1]` tokens long.
 
-    `lengths` increase; each ends a bucket. Attention is causal, so tokens before a position have
-    the same losses as in sequences of that length. A collective over the ranks of `engine`.
+    `lengths` increase; each is the end of a bucket of positions. One pass over the longest
+    sequences measures all lengths: attention is causal, so tokens before a position have the same
+    losses as in sequences of that length. `source`: where the text comes from, in words. A
+    collective over the ranks of `engine`.
     """
     longest = lengths[-1]
     sums, counts = torch.zeros(2, longest, dtype=torch.float64)
@@ -92,7 +97,7 @@ def text_losses(
 
 
 def _bucket(sums: Tensor, counts: Tensor, begin: int, end: int) -> PositionBucket:
-    """Return the bucket of positions `begin` to `end - 1`."""
+    """Return the bucket of positions `begin` to `end - 1`, given sums and counts by position."""
     total, count = float(sums[begin:end].sum()), int(counts[begin:end].sum())
     finite = count > 0 and math.isfinite(total)
     return PositionBucket(
@@ -111,9 +116,10 @@ def find_passkeys(
     seed: int,
     batch_tokens: int,
 ) -> Passkeys:
-    """Try `keys` passkeys at each length and depth; a collective over the ranks of `engine`.
+    """Return how many passkeys the model finds: of `keys` prompts at each length and depth.
 
-    Prompts of a cell depend on `seed`, its length and its depth only, not on the other cells.
+    The prompts of a length and depth depend on these and `seed` only, so they stay the same if
+    other lengths are added. A collective over the ranks of `engine`.
     """
 
     def found(length: int, depth: float) -> int:
@@ -133,9 +139,10 @@ def find_passkeys(
 
 
 def count_found(engine: Engine, source: Source, batch: Sequence[Passkey]) -> int:
-    """Return the number of prompts whose key tokens are all the most likely; a collective.
+    """Return the number of prompts after which the model would write the key; a collective.
 
-    It uses teacher forcing. Greedy decoding writes the key after exactly these prompts.
+    One forward with teacher forcing shows it: each token of the key has to be the most likely one,
+    which is the case exactly if greedy decoding writes the key.
     """
     answers = [_tokens_of_key(source, passkey) for passkey in batch]
     read = [
@@ -149,7 +156,7 @@ def count_found(engine: Engine, source: Source, batch: Sequence[Passkey]) -> int
 
 def _tokens_of_key(source: Source, passkey: Passkey) -> list[int]:
     """Return the tokens of the answer up to the end of its key."""
-    # Encoded apart from the prompt, as training examples are.
+    # Encode the answer apart from the prompt, as in training examples: tokens do not span the two.
     tokens = source.tokenizer.encode(passkey.answer)
     ends = (n for n in range(1, len(tokens)) if passkey.key in source.tokenizer.decode(tokens[:n]))
     found: list[int] = tokens[: next(ends, len(tokens))].tolist()
@@ -163,7 +170,7 @@ _BEYOND = "beyond the trained length"
 
 
 def describe(evaluation: Evaluation) -> str:
-    """Return the evaluation as text for a terminal."""
+    """Return the tables of an evaluation, each below a line about it, for a terminal."""
     parts, trained = [], evaluation.trained_length
     if (text := evaluation.text) is not None:
         parts += [

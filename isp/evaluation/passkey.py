@@ -1,4 +1,4 @@
-"""Passkey prompts: a number hidden in meaningless text, with a question for it at the end.
+"""Passkey prompts: a number (the key) hidden in filler text, and a question for it at the end.
 
 Source of the sentences: Mohtashami and Jaggi 2023, "Landmark Attention".
 """
@@ -25,25 +25,27 @@ _ANSWER = " {key}."
 
 
 class Passkey(NamedTuple):
-    """One prompt with its answer."""
+    """A prompt, the key that it hides, and the answer."""
 
     key: str
+    """The digits of the key."""
     prompt: str
     answer: str
-    """Text that should follow the prompt."""
+    """Text that a model that has found the key writes after the prompt."""
 
 
 class PasskeyPrompts:
-    """Prompts that fill a given number of tokens, answer included, as far as whole sentences do.
+    """Makes prompts with as many filler sentences as fit a given number of tokens.
 
-    `encode` returns the tokens of a text.
+    The number of tokens includes the answer. `encode` returns the tokens of a text.
     """
 
     def __init__(self, encode: Callable[[str], Sequence[int]], *, digits: int) -> None:
         self._encode = encode
         self.digits = digits
+        # Cached, since encoding is slow.
         self._sentences: dict[tuple[int, int], int] = {}
-        # Sentences that fit, by length and first sentence: found once, as encoding is slow.
+        """Number of sentences that fit, by length and index of the first sentence."""
 
     @property
     def shortest(self) -> int:
@@ -51,12 +53,12 @@ class PasskeyPrompts:
         return len(self._encode("".join(_passkey("0" * self.digits, 0, 0, 0.0)[1:])))
 
     def draw(self, rng: random.Random, *, length: int, depth: float) -> Passkey:
-        """Return a prompt with a random key and a random first sentence; see `make`."""
+        """Return a prompt with a random key and a random first sentence; otherwise as `make`."""
         key = "".join(rng.choices("0123456789", k=self.digits))
         return self.make(key, rng.randrange(len(_FILLER)), length=length, depth=depth)
 
     def make(self, key: str, first: int = 0, *, length: int, depth: float) -> Passkey:
-        """Return the prompt with `key` after the share `depth` of its filler.
+        """Return the prompt with `key` at `depth`: 0 before all filler, 1 after all of it.
 
         Prompt and answer have at most `length` tokens. `first` is the index of the filler's first
         sentence. Raises ValueError if even a prompt without filler is too long.
@@ -65,7 +67,7 @@ class PasskeyPrompts:
         if count is None:
             count = self._sentences[length, first] = self._most_sentences(length, first)
         while not self._fits(found := _passkey(key, first, count, depth), length):
-            count -= 1  # this key has more tokens than the zeros that `count` was found with
+            count -= 1  # `count` was found with a key of zeros; this key has more tokens
             if count < 0:
                 raise ValueError(
                     f"a passkey prompt cannot have {length} tokens: even without filler it has"
@@ -87,7 +89,7 @@ class PasskeyPrompts:
 
 
 def _passkey(key: str, first: int, sentences: int, depth: float) -> Passkey:
-    """Return a prompt with `sentences` sentences of filler."""
+    """Return the prompt with `sentences` filler sentences, and the key at `depth` among them."""
     before = round(depth * sentences)
     filler = [_FILLER[i % len(_FILLER)] for i in range(first, first + sentences)]
     needle = _NEEDLE.format(key=key)

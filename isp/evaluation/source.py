@@ -1,4 +1,4 @@
-"""Opens a trained model for reading: a run, one of its checkpoints, or a Hugging Face folder."""
+"""`Source`: a trained model to evaluate, from a run, a checkpoint, or a Hugging Face folder."""
 
 from __future__ import annotations
 
@@ -46,12 +46,12 @@ _TILE_TOKENS = 4096
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Source:
-    """A model whose weights have not been read yet, with its tokenizer."""
+    """A trained model, whose weights are read only by `plain` and `engine`, and its tokenizer."""
 
     title: str
-    """Origin of the model, in words."""
+    """Where the model comes from, in words."""
     section: ModelConfig
-    """The model's section of the configuration; for a Hugging Face folder it has only its path."""
+    """The `model` section of its configuration; for a Hugging Face folder it has only the path."""
     dtype: str
     tokenizer: Tokenizer
     ends: frozenset[int]
@@ -59,9 +59,10 @@ class Source:
     trained_length: int | None
     """Tokens of the training sequences; None if not known."""
     checkpoint: Path | None
-    """Folder of the weights; None if they are in `section.hf`, or in its adapter's folder."""
+    """Path of the run or checkpoint with the weights; None if they are in `section.hf`, or in the
+    folder of its adapter."""
     data: Mapping[str, Any]
-    """The `data` section of its training, with the tokenizer in use now."""
+    """The `data` section of its training, but with the tokenizer that is used now."""
     adds_special_tokens: bool
     """True if prompts get all special tokens that the tokenizer adds, as in transformers."""
 
@@ -81,7 +82,7 @@ class Source:
 
     @cached_property
     def _base(self) -> Any:
-        """The plain model of a folder on the meta device, without adapters or towers."""
+        """The plain model of `section.hf` on the meta device, without adapters or vision tower."""
         folder = self.section.hf
         assert folder is not None
         require(f"model.hf={folder}", "transformers", "safetensors")
@@ -93,30 +94,32 @@ class Source:
         except ValueError as error:
             raise ValueError(f"model.hf={folder}: {error}") from None
         if self.section.adapter is not None:
-            adapted(model, self.section.adapter, folder)  # raises before weights are read
-        take_out_tower(model)  # its position tables are for pixels, not for tokens
+            # Only to raise errors about the adapter here, before weights are read.
+            adapted(model, self.section.adapter, folder)
+        take_out_tower(model)  # its position tables are of images: not for `position_limit`
         return model
 
     @property
     def position_limit(self) -> int | None:
-        """Rows of the table of learned positions; None without such a table."""
+        """Number of rows in the table of learned positions; None if the model has no such table."""
         if self.section.hf is None:
             return None
         of_tokens = self._base.get_input_embeddings()
+        # Embeddings other than that of the tokens may be of positions.
         tables = [m for m in self._base.modules() if isinstance(m, nn.Embedding)]
         return position_rows(self._base, [table for table in tables if table is not of_tokens])
 
     @property
     def vocab_size(self) -> int:
-        """Rows of the token table."""
+        """Number of rows in the table of token embeddings."""
         if self.section.hf is None:
             return self.section.vocab_size
         return int(self._base.get_input_embeddings().weight.shape[0])
 
     def encode(self, text: str) -> list[int]:
-        """Return the tokens of a text, with the special tokens of its beginning.
+        """Return the tokens of a text, with the special tokens that a text begins with.
 
-        Raises ValueError for a token beyond the model's vocabulary.
+        Raises ValueError for a token that is not in the model's vocabulary.
         """
         if self.adds_special_tokens and isinstance(self.tokenizer, HFTokenizer):
             return self._checked(self.tokenizer.encode_prompt(text))
@@ -126,7 +129,7 @@ class Source:
         return self._checked(tokens.tolist())
 
     def _checked(self, found: list[int]) -> list[int]:
-        """Return `found`; raises ValueError for a token beyond the model's vocabulary."""
+        """Return the tokens `found`; raise ValueError if one is not in the model's vocabulary."""
         if (largest := max(found, default=0)) >= self.vocab_size:
             raise ValueError(
                 f"the tokenizer produces token {largest:,} for the prompt, but the model has only"
@@ -135,26 +138,30 @@ class Source:
         return found
 
     def chat_template(self, path: str | None = None) -> ChatTemplate:
-        """Return the chat template in file `path`, else the one the model was trained with."""
+        """Return the chat template in the file `path`; None: the one of the model's training."""
         return ChatTemplate(self.tokenizer, path or self.data.get("chat_template"))
 
     def encode_chat(self, text: str) -> list[int]:
-        """Return the tokens of a rendered conversation, whose text has the special tokens."""
+        """Return the tokens of a rendered conversation, adding no special tokens.
+
+        The chat template has written them into the text.
+        """
         return self._checked(self.tokenizer.encode(text).tolist())
 
     def encode_prompt(self, text: str) -> list[int]:
-        """Return the tokens as `encode` does; raises ValueError for a text without tokens."""
+        """Return the tokens of a prompt as `encode` does; raise ValueError if it is empty."""
         if not len(self.tokenizer.encode(text)):
             raise ValueError(f"the prompt {text!r} is empty: give it at least one token")
         return self.encode(text)
 
     def check_lengths(self, prompts: Sequence[Sequence[int]], new_tokens: int) -> str:
-        """Return a warning about prompts longer than in training, or an empty text.
+        """Return a warning if prompts with their new tokens are longer than in training, else "".
 
-        Raises ValueError if they exceed the table of positions.
+        Raises ValueError if they do not fit the table of positions.
         """
         longest = max(map(len, prompts))
-        needed, limit = longest + new_tokens - 1, self.position_limit  # the last one is not read
+        # The last new token needs no position: nothing is computed from it.
+        needed, limit = longest + new_tokens - 1, self.position_limit
         if limit is not None and needed > limit:
             fits = f": --max-new-tokens {limit - longest + 1} fits" if longest <= limit else ""
             raise ValueError(
@@ -172,7 +179,7 @@ class Source:
     def plain(self, device: torch.device, device_map: str | None = None) -> Any:
         """Return the plain model with its weights: of transformers, or the decoder of `model/`.
 
-        It is on `device`, or placed by `device_map` of transformers.
+        It is on `device`, or where `device_map` says (a model of transformers only).
         """
         section, dtype = self.section, getattr(torch, self.dtype)
         weights = None if self.checkpoint is None else CheckpointWeights(self.checkpoint)
@@ -194,14 +201,14 @@ class Source:
 
     def engine(self, parallel: ParallelConfig, mesh: Mesh, device: torch.device) -> Engine:
         """Build the model with its weights on the ranks of `mesh`; a collective."""
-        # With a seed, the model of a folder reads its weights while it is built. A checkpoint
-        # brings its own, except buffers and the model below an adapter.
-        begins = self.checkpoint is None or self.section.adapter is not None
+        # With a seed, `build_model` reads the weights in `section.hf`. That is needed unless all
+        # weights come from a checkpoint; a checkpoint of adapters lacks the base model.
+        reads_folder = self.checkpoint is None or self.section.adapter is not None
         built = build_model(
             self.model,
             parallel,
             mesh,
-            seed=0 if self.section.hf is not None and begins else None,
+            seed=0 if self.section.hf is not None and reads_folder else None,
             device=device,
             dtype=getattr(torch, self.dtype),
         )
@@ -220,9 +227,10 @@ class Source:
 
 
 def open_source(path: Path, *, dtype: str | None = None, tokenizer: str | None = None) -> Source:
-    """Open the model at `path` without reading weights.
+    """Return the model at `path`, without reading its weights.
 
-    `dtype` and `tokenizer` replace its own. Raises ValueError, in one line, if it cannot be read.
+    `dtype` and `tokenizer` replace those of the model. Raises ValueError, in one line, if it cannot
+    be read.
     """
     if not path.exists():
         raise ValueError(
@@ -245,7 +253,7 @@ def open_source(path: Path, *, dtype: str | None = None, tokenizer: str | None =
 def _of_checkpoint(
     info: CheckpointInfo, path: Path, dtype: str | None, tokenizer: str | None
 ) -> Source:
-    """Open a checkpoint of a run."""
+    """Return the model of the checkpoint `info`, which was found at `path`."""
     section = _to_read(saved_model(info))
     kept: Any = saved_config(info)
     data = kept["data"]
@@ -273,11 +281,12 @@ def _of_checkpoint(
 
 
 def _of_folder(path: Path, dtype: str | None, tokenizer: str | None) -> Source:
-    """Open a Hugging Face folder, with or without an adapter."""
+    """Return the model of the Hugging Face folder `path`: of a model, or of an adapter for PEFT."""
     require(f"the model in {path}", "transformers", "safetensors")
     named = with_adapter({"hf": str(path)})
     base = Path(named["hf"])
     described = read_text_config(str(base))
+    # The folder of an adapter may have a tokenizer of its own, else its base model's is used.
     texts = path if (path / "tokenizer.json").is_file() else base
     if tokenizer is None and not (texts / "tokenizer.json").is_file():
         raise ValueError(
@@ -285,6 +294,7 @@ def _of_folder(path: Path, dtype: str | None, tokenizer: str | None) -> Source:
         )
     file = tokenizer or str(texts)
     own = load_tokenizer(file)
+    # transformers 5 writes `dtype`, earlier versions `torch_dtype`.
     saved = described.get("dtype") or described.get("torch_dtype")
     return Source(
         title=str(path),
@@ -300,7 +310,11 @@ def _of_folder(path: Path, dtype: str | None, tokenizer: str | None) -> Source:
 
 
 def _ends(folder: str, overrides: Mapping[str, Any] | None = None) -> frozenset[int]:
-    """Return the tokens at which transformers would stop."""
+    """Return the ids of tokens at which transformers would stop to generate.
+
+    Raises ValueError if the folder names something else than ids.
+    """
+    # As in transformers, generation_config.json comes before config.json.
     of_text = Path(folder) / "generation_config.json"
     found = read_json(of_text).get("eos_token_id") if of_text.is_file() else None
     found = read_text_config(folder, overrides).get("eos_token_id") if found is None else found
@@ -314,9 +328,10 @@ def _ends(folder: str, overrides: Mapping[str, Any] | None = None) -> frozenset[
 
 
 def _to_read(model: ModelConfig) -> ModelConfig:
-    """Return the same model with default values of keys for methods and places.
+    """Return the `model` section with defaults for keys that do not change the model.
 
-    How a run computes it (kernels, recomputation, paths) need not suit this machine.
+    Such keys say how a run computed it (kernels, recomputation) or where it found files, which need
+    not suit this machine.
     """
     defaults = defaults_of(ModelConfig, KeyRole.METHOD, KeyRole.PLACE)
     adapter = model.adapter and replace(model.adapter, folder=None)

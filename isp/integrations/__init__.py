@@ -1,1 +1,4 @@
-"""ISP inside other programs; no other package of ISP imports it."""
+"""ISP inside other training programs (transformers, accelerate, verl).
+
+No other package of ISP imports this one, so those programs need not be installed.
+"""

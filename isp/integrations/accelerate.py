@@ -1,8 +1,7 @@
 """An `Accelerator` whose processes are the data ranks of a run.
 
-[Note: Processes are data ranks] All ranks of a sequence have the same batches. So what accelerate
-does per process (sharding batches, gathering metrics, averaging) must happen per data rank, and
-what it does to models and gradients is left to the run.
+Ranks with the same data rank get the same batches, which accelerate alone would not give them. See
+[Note: Processes are data ranks] in docs/design/notes/train.md.
 """
 
 from __future__ import annotations
@@ -20,17 +19,21 @@ __all__ = ["RunAccelerator"]
 
 
 class RunAccelerator(Accelerator):
-    """Accelerator of a run, made with `take_over`: [Note: Processes are data ranks]."""
+    """An `Accelerator` that leaves models, optimizers and gradients to a `ParallelRun`.
+
+    Make one with `take_over`. It reports data ranks as processes [Note: Processes are data ranks].
+    """
 
     run: ParallelRun
     _first_ranks: list[int]
-    """One rank of each data rank, by data rank."""
+    """The first process of each data rank, by data rank."""
 
     @classmethod
     def take_over(cls, accelerator: Accelerator, run: ParallelRun) -> None:
-        """Turn `accelerator` into one of `run`; a collective.
+        """Turn `accelerator` into a `RunAccelerator` of `run`; a collective.
 
-        Its class is changed in place, since others may hold a reference to it already.
+        The class of the object is changed in place: a Trainer and its callbacks already refer to
+        this object.
         """
         own = torch.tensor([run.dp_rank], device=accelerator.device)
         data_ranks = accelerator.gather(own).tolist()
@@ -41,32 +44,35 @@ class RunAccelerator(Accelerator):
 
     @property
     def num_processes(self) -> int:
-        """Number of data ranks."""
+        """Number of data ranks, which accelerate takes for processes."""
         return self.run.dp_size
 
     @property
     def process_index(self) -> int:
-        """This process's data rank."""
+        """Data rank of this process, which accelerate takes for its rank."""
         return self.run.dp_rank
 
     def gather(self, tensor: Any) -> Any:
-        """Gather as accelerate does, but each data rank only once."""
+        """Gather tensors over the data ranks, each once, joined on dim 0 as accelerate does."""
         found, size, first = super().gather(tensor), self.state.num_processes, self._first_ranks
         if len(first) == size:
             return found
 
         def of_data_ranks(x: Tensor) -> Tensor:
-            by_rank: Tensor = x.unflatten(0, (size, -1))
-            return by_rank[first].flatten(0, 1)
+            by_rank: Tensor = x.unflatten(0, (size, -1))  # [size * n, ..] -> [size, n, ..]
+            return by_rank[first].flatten(0, 1)  # [data ranks * n, ..]
 
         return recursively_apply(of_data_ranks, found)
 
     def backward(self, loss: Tensor, **_: Any) -> None:
-        """Compute gradients of the mean of `loss` over data ranks, as DDP does."""
+        """Run backward such that gradients are those of the mean of `loss` over data ranks.
+
+        This is what DDP computes, while the run sums gradients over data ranks.
+        """
         self.run.backward(loss / self.run.dp_size, last=self.sync_gradients)
 
     def clip_grad_norm_(self, *_: Any, **__: Any) -> Tensor:
-        """Return the gradient norm; clipping is left to `run.step`."""
+        """Return the gradient norm and clip nothing: `run.step` clips."""
         return torch.tensor(self.run.grad_norm(), dtype=torch.float64)
 
     def prepare_model(self, model: nn.Module, *_: Any, **__: Any) -> nn.Module:
@@ -74,5 +80,5 @@ class RunAccelerator(Accelerator):
         return model
 
     def prepare_optimizer(self, optimizer: Any, *_: Any, **__: Any) -> Any:
-        """Return the optimizer unchanged: its step is that of the run."""
+        """Return the optimizer unchanged: its `step` calls that of the run."""
         return optimizer

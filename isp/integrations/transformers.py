@@ -1,4 +1,4 @@
-"""`Trainer` of transformers for any layout of ISP without pipeline stages.
+"""`Trainer`: that of transformers, for any layout of ISP without pipeline stages.
 
 B batch, S sequence, V vocabulary
 """
@@ -24,7 +24,7 @@ from isp.loop.parallelize import parallelize
 __all__ = ["Trainer", "TrainerMixin"]
 
 _STATE = "isp"
-"""Folder of the run's own checkpoint, inside a checkpoint of the Trainer."""
+"""Name of the folder with the run's own checkpoint, inside a checkpoint of the Trainer."""
 _REFUSED = {
     "activation_checkpointing": "set model.checkpoint in isp_config",
     "auto_find_batch_size": "set per_device_train_batch_size",
@@ -38,11 +38,11 @@ _REFUSED = {
     "torch_compile": "leave it out",
     "use_liger_kernel": "logits are never whole in isp: leave it out",
 }
-"""Arguments that would change the model below the run, with the remedy for each."""
+"""Names of `TrainingArguments` that would change the model of the run, with the remedy for each."""
 
 
 class _Outputs(dict[str, Any]):
-    """Outputs of a model; logits are computed on first access."""
+    """Outputs of `RunModel`, by key and by attribute; `logits` are computed on first access."""
 
     def __init__(self, logits: Callable[[], Tensor], **found: Tensor) -> None:
         super().__init__(found)
@@ -62,11 +62,12 @@ class _Outputs(dict[str, Any]):
 
 
 class RunModel(nn.Module):
-    """The model of a run, called as transformers calls a model.
+    """Wrapper of a run's model that is called as transformers calls a model.
 
-    All ranks of a sequence pass the same rows. `loss` is the sum over this data rank's labels,
-    divided by `num_items_in_batch` or else by their number; `logits` [B, S, V] come from
-    `run.logits`.
+    Ranks with the same data rank pass the same rows. `loss` is the sum of the losses of their
+    labels, divided by `num_items_in_batch` if given, else by the number of labels; `logits`
+    [B, S, V] come from `run.logits`. `gives_logits`: compute logits in the forward also if there
+    are labels.
     """
 
     def __init__(self, run: ParallelRun) -> None:
@@ -82,7 +83,11 @@ class RunModel(nn.Module):
         num_items_in_batch: Tensor | float | None = None,
         **others: Any,
     ) -> _Outputs:
-        """Return loss and logits.  Raises ValueError for any other argument of a model."""
+        """Return the outputs `loss`, if there are labels, and `logits`.
+
+        Raises ValueError for other arguments of a model, and for labels of rows that are padded on
+        the left.
+        """
         given = {key for key, value in others.items() if value is not None and value is not False}
         if foreign := sorted(given - _IDLE):
             raise ValueError(
@@ -95,15 +100,18 @@ class RunModel(nn.Module):
                 " label too many per sequence: set the tokenizer's padding_side='right'"
             )
         packed = position_ids is not None
-        if position_ids is None and attention_mask is not None:  # as transformers does by default
+        # The default of transformers: positions count padding, too.
+        if position_ids is None and attention_mask is not None:
             position_ids = torch.arange(input_ids.shape[1]).expand(input_ids.shape)
         where: Any = {"position_ids": position_ids, "attention_mask": attention_mask}
         outputs = _Outputs(lambda: self.run.logits(input_ids, **where))
         if labels is None or self.gives_logits:
-            # Compute them now: evaluation reads the items of the dict, without __missing__.
+            # Compute logits now: an evaluation iterates over the items, which skips __missing__.
             _ = outputs["logits"]
         if labels is not None:
-            if self.gives_logits and not packed:  # reuse the logits instead of a second forward
+            # With logits, compute the loss from them: `log_probs` would be a second forward. Not
+            # for packed rows, whose documents must not predict the next document's first token.
+            if self.gives_logits and not packed:
                 logits, targets = outputs["logits"][:, :-1].flatten(0, 1), labels[:, 1:].flatten()
                 total = F.cross_entropy(logits, targets, ignore_index=IGNORED, reduction="sum")
             else:
@@ -114,12 +122,12 @@ class RunModel(nn.Module):
         return outputs
 
     def _get_name(self) -> str:
-        """Return the model's class name, by which transformers knows if labels are shifted."""
+        """Return the class name of the model; the Trainer decides by it how to shift labels."""
         inner: Any = self.model
         return type(inner.get_base_model() if hasattr(inner, "peft_config") else inner).__name__
 
     def __getattr__(self, name: str) -> Any:
-        # Attributes of the model, such as its config, are read through this wrapper.
+        # The Trainer reads attributes of the model, such as `config`, from this wrapper.
         try:
             return super().__getattr__(name)
         except AttributeError:
@@ -127,18 +135,20 @@ class RunModel(nn.Module):
 
 
 _IDLE = {"use_cache", "return_dict"}
+"""Arguments of a forward that `RunModel` accepts and ignores."""
 
 
 class _RunOptimizer(torch.optim.Optimizer):
-    """The run's optimizer, as schedulers and the Trainer see it; its step is the run's step."""
+    """The optimizer that the Trainer and its scheduler get: `step` is `ParallelRun.step`."""
 
-    def __init__(self, run: ParallelRun) -> None:  # torch's __init__ would require parameters
+    def __init__(self, run: ParallelRun) -> None:
+        # Do not call torch's __init__, which requires parameters: groups are those of the run.
         assert run.optimizer is not None
         self._run, self.defaults = run, run.optimizer.defaults
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
-        """Return the current groups, since loading replaces them."""
+        """Return the parameter groups of the run's optimizer, which loading replaces."""
         assert self._run.optimizer is not None
         return self._run.optimizer.param_groups
 
@@ -146,23 +156,24 @@ class _RunOptimizer(torch.optim.Optimizer):
         self._run.step()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Do nothing: the step of the run has cleared the gradients."""
+        """Do nothing: `ParallelRun.step` clears the gradients."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return nothing: the run's own checkpoint has the states."""
+        """Return an empty dict: the run's own checkpoint has the states."""
         return {}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Do nothing, see `state_dict`."""
+        """Do nothing: `ParallelRun.load` loads the states."""
 
 
 class TrainerMixin:
-    """Mixin to put before `transformers.Trainer`, or a class derived from it, as in `Trainer`.
+    """Mixin that makes `transformers.Trainer`, or a class derived from it, train with ISP.
 
-    The model is parallelized in place after the base class's `__init__`. `per_device_` batch sizes
-    are per data rank. Optimizer, learning rate, clipping and numbers of steps are those of
-    `TrainingArguments`. `isp_config`, a configuration or its file, sets layout, dtype and methods.
-    Raises ValueError for arguments that contradict each other.
+    Name it before that class, as `Trainer` does. The model is parallelized in place after the
+    `__init__` of that class. `per_device_` batch sizes are for each data rank. Optimizer, learning
+    rate, clipping and numbers of steps are those of `TrainingArguments`. `isp_config`, a
+    configuration or the path of its file, sets layout, dtype and methods. Raises ValueError for
+    arguments that contradict each other.
     """
 
     run: ParallelRun
@@ -172,7 +183,8 @@ class TrainerMixin:
         own: Any = self
         given = isp_config if isinstance(isp_config, LoopConfig) else load_loop_config(isp_config)
         config = _config(own, given)
-        # Read from the signature of the model's forward, which parallelizing replaces.
+        # Do this before `parallelize`, which replaces the model's forward: the Trainer reads the
+        # names of columns from the signature of the forward.
         own._set_signature_columns_if_needed()
         self._decay = set(own.get_decay_parameter_names(own.model))
         self.run = parallelize(own.model, config, optimizer=self._make_optimizer)
@@ -180,7 +192,10 @@ class TrainerMixin:
         self._run_model = RunModel(self.run)
 
     def _make_optimizer(self, named: list[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
-        """Return the arguments' optimizer for the run's parameters, with the Trainer's decay."""
+        """Return the optimizer that `TrainingArguments` name, over the run's parameters `named`.
+
+        The Trainer's rule decides which of them have weight decay.
+        """
         own: Any = self
         groups = [
             {
@@ -195,13 +210,13 @@ class TrainerMixin:
         return found
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
-        """Return the run's optimizer."""
+        """Return an optimizer whose step is that of the run; `model` is not used."""
         own: Any = self
         own.optimizer = found = own.optimizer or _RunOptimizer(self.run)
         return found
 
     def get_total_train_batch_size(self, args: Any) -> int:
-        """Return the sequences of a step over all data ranks."""
+        """Return the number of sequences in a step, over all data ranks."""
         own: Any = self
         total: int = own._train_batch_size * args.gradient_accumulation_steps * self.run.dp_size
         return total
@@ -210,13 +225,13 @@ class TrainerMixin:
         """Do nothing: the run has placed the model."""
 
     def _wrap_model(self, *_: Any, **__: Any) -> nn.Module:
-        """Return the wrapper that calls the run, whatever model is given."""
+        """Return the `RunModel`, whatever model is given."""
         return self._run_model
 
     def prediction_step(
         self, model: Any, inputs: Any, prediction_loss_only: bool, **keys: Any
     ) -> Any:
-        """Evaluate as the Trainer does; whole logits are computed only if they are returned."""
+        """Evaluate a batch as the Trainer does, with whole logits only if they are returned."""
         own: Any = super()
         self._run_model.gives_logits = not prediction_loss_only
         try:
@@ -227,8 +242,8 @@ class TrainerMixin:
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Write the model's files to `output_dir`; a collective, in which rank 0 writes.
 
-        This replaces the whole method, since before transformers 5.23 it calls `_save` on rank 0
-        only.
+        It replaces the whole method and not only `_save`, which transformers before 5.23 calls only
+        on rank 0: the others must take part, since weights are sharded.
         """
         own: Any = self
         folder = Path(own.args.output_dir if output_dir is None else output_dir)
@@ -241,20 +256,21 @@ class TrainerMixin:
             own.push_to_hub(commit_message="Model save", revision=own.args.hub_revision)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        """Save the run next to the scheduler."""
+        """Save the run, with weights and optimizer states, and then the Trainer's scheduler."""
         own: Any = super()
         self.run.save(Path(output_dir) / _STATE)
         own._save_optimizer_and_scheduler(output_dir)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        """Check that the checkpoint has a run; weights are loaded together with the optimizer."""
+        """Check that the checkpoint has a run; `_load_optimizer_and_scheduler` loads it."""
         _state_of(resume_from_checkpoint)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str) -> None:
-        """Load the scheduler, then the run with its weights."""
+        """Load the Trainer's scheduler, then the run: weights and optimizer states."""
         own: Any = super()
         own._load_optimizer_and_scheduler(checkpoint)
-        self.run.load(_state_of(checkpoint))  # last, since loading the scheduler resets the rate
+        # Load the run last: loading the scheduler resets the learning rate of the groups.
+        self.run.load(_state_of(checkpoint))
 
     def _load_best_model(self) -> None:
         """Load the weights of the best checkpoint."""
@@ -263,18 +279,18 @@ class TrainerMixin:
 
 
 class Trainer(TrainerMixin, transformers.Trainer):  # type: ignore[misc]
-    """`transformers.Trainer(.., isp_config="config.yaml")` on the ranks of torchrun."""
+    """transformers' `Trainer` with one more argument, `isp_config`; run it on torchrun's ranks."""
 
 
 def _config(trainer: Any, config: LoopConfig) -> LoopConfig:
-    """Return `config` with the clipping of the arguments.
+    """Return `config` with the clipping that `TrainingArguments` ask for.
 
-    Raises ValueError for arguments that the run cannot follow.
+    Raises ValueError for arguments of the Trainer that a run does not support.
     """
     args = trainer.args
-    for name, way_out in _REFUSED.items():
-        if value := getattr(args, name, None):  # releases before 5.23 lack some of the names
-            raise ValueError(f"{name}={value} beside isp_config: {way_out}")
+    for name, remedy in _REFUSED.items():
+        if value := getattr(args, name, None):  # transformers before 5.23 lacks some of the names
+            raise ValueError(f"{name}={value} cannot be combined with isp_config: {remedy}")
     if args.bf16 and config.training.dtype != "bfloat16":
         raise ValueError(
             f"bf16=True and training.dtype={config.training.dtype} in isp_config: choose one"
@@ -302,7 +318,10 @@ def _config(trainer: Any, config: LoopConfig) -> LoopConfig:
 
 
 def _state_of(checkpoint: str) -> Path:
-    """Return the folder of the run in a checkpoint.  Raises ValueError if it has none."""
+    """Return the folder of the run's own checkpoint in a checkpoint of the Trainer.
+
+    Raises ValueError if there is none.
+    """
     folder = Path(checkpoint) / _STATE
     if not folder.is_dir():
         raise ValueError(

@@ -1,11 +1,11 @@
 """An engine `isp` for verl, for any layout without pipeline stages.
 
-    import isp.integrations.verl  # registers it
+    import isp.integrations.verl  # registers the engine
 
 With `strategy: isp` in verl's configuration, and an `ISPEngineConfig`, verl's workers train with
 `isp.parallelize`. Checked with verl 0.9.1 (`tools/check_with_verl.py`); its interface may change.
 
-S tokens of a micro-batch, one document after the other
+S tokens in a micro-batch, one document after the other
 """
 
 from __future__ import annotations
@@ -36,16 +36,16 @@ __all__ = ["ISPEngine", "ISPEngineConfig"]
 
 @dataclass
 class ISPEngineConfig(EngineConfig):
-    """Configuration of a verl engine, with a configuration file of ISP."""
+    """verl's configuration of an engine, with the path of a configuration file of ISP."""
 
     strategy: str = "isp"
     isp_config: str = ""
-    """File for `isp.parallelize`; verl's `clip_grad` replaces its `training.max_norm`."""
+    """Path of a configuration for `isp.parallelize`; `clip_grad` replaces training.max_norm."""
 
 
 @EngineRegistry.register(model_type="language_model", backend="isp", device=["cuda", "cpu"])
 class ISPEngine(BaseEngine):
-    """A causal language model with its optimizer and schedule, for verl's workers."""
+    """verl's engine of a causal language model, with optimizer and schedule, on a `ParallelRun`."""
 
     run: ParallelRun
 
@@ -61,12 +61,12 @@ class ISPEngine(BaseEngine):
         self.optimizer_config, self.checkpoint_config = optimizer_config, checkpoint_config
         self.mode: str | None = None
         self._saved: list[str] = []
-        """Folders of checkpoints, the newest last; verl uses a new folder each time."""
+        """Folders of this engine's checkpoints, the newest last; verl names a new one each time."""
 
     def initialize(self) -> None:
-        """Load and parallelize the model, with AdamW and verl's schedule.
+        """Load and parallelize the model, with AdamW and verl's schedule of learning rates.
 
-        Raises ValueError for a layout that is not supported.
+        Raises ValueError for a layout with pipeline stages.
         """
         rule, given = self.optimizer_config, self.engine_config
         config = load_loop_config(given.isp_config)
@@ -95,29 +95,35 @@ class ISPEngine(BaseEngine):
             kind = "constant_with_warmup" if kind == "constant" else kind
             self._scheduler = get_scheduler(kind, self.run.optimizer, warmup, steps)
         self._data = self.run.mesh[Axis.DATA]
+        # verl wants a process group also for a single data rank.
         self._group = self._data.group or _group_of_each()
 
     def forward_backward_batch(
         self, data: Any, loss_function: Callable[..., Any] | None, forward_only: bool = False
     ) -> Any:
-        """Return the outputs of `data`, computed in micro-batches as in verl's own engines."""
+        """Run forward, and backward unless `forward_only`, over the micro-batches of `data`.
+
+        Returns outputs, losses and metrics in the form of verl's own engines.
+        """
         tensor = self.run.mesh[Axis.TENSOR].size
-        # verl's losses are normalized by the tokens of the global batch.
+        # verl's losses divide by the number of tokens in the global batch.
         tokens = self._data.all_reduce(data["loss_mask"].sum().to(self.run.device)).wait()
         shared = {"sp_size": tensor, "batch_num_tokens": tokens.item(), "dp_size": self._data.size}
-        tu.assign_non_tensor(data, **shared)
+        tu.assign_non_tensor(data, **shared)  # verl's functions below read these from the batch
         batches, indices = prepare_micro_batches(data, self._group, same_micro_num_in_dp=True)
         outputs = []
         for batch in batches:
             batch = batch.to(self.run.device)
             with torch.set_grad_enabled(not forward_only):
                 model_output = self._score(batch)
+                # Without a loss function verl only wants the log-probabilities.
                 loss, metrics = torch.ones(()), {}
                 if loss_function is not None:
                     loss, metrics = loss_function(
                         model_output=model_output, data=batch, dp_group=self._group
                     )
-            if not forward_only:  # verl averages losses over data ranks
+            # verl's loss is a mean over data ranks, but the run sums gradients over them.
+            if not forward_only:
                 self.run.backward(loss / self._data.size)
             found = {name: x.detach() for name, x in model_output.items()}
             outputs.append(
@@ -126,7 +132,10 @@ class ISPEngine(BaseEngine):
         return postprocess_batch_func(outputs, indices, data)
 
     def _score(self, batch: Any) -> dict[str, Tensor]:
-        """Return log-probabilities, and entropies if requested, of the next tokens; nested."""
+        """Return `log_probs`, and `entropy` if requested, of the tokens, as nested tensors.
+
+        Entry t of a document is about its token t + 1, as verl expects.
+        """
         ids, positions = (batch[name].values() for name in ("input_ids", "position_ids"))  # [S]
         temperature = batch["temperature"]
         values = {float(t) for t in torch.as_tensor(temperature).flatten()}
@@ -140,6 +149,8 @@ class ISPEngine(BaseEngine):
         if scores.entropy is not None:
             found["entropy"] = scores.entropy
         ends = batch["input_ids"].offsets()
+        # The run has the result of a token at the token; verl has it at the token before: roll by
+        # one. What this moves across the ends of documents has no meaning in verl.
         return {
             name: torch.nested.nested_tensor_from_jagged(x[0].roll(-1), ends)
             for name, x in found.items()
@@ -149,11 +160,14 @@ class ISPEngine(BaseEngine):
         self.run.zero_grad()
 
     def optimizer_step(self) -> float:
-        """Clip and update unless gradients are not finite; return the norm before clipping."""
+        """Clip gradients and update weights; return the gradient norm before clipping.
+
+        The update is skipped if gradients are not finite.
+        """
         return self.run.step().grad_norm
 
     def lr_scheduler_step(self) -> float:
-        """Advance the schedule; return the rate of the next step."""
+        """Advance the schedule; return the learning rate of the next step."""
         self._scheduler.step()
         rate: float = self._scheduler.get_last_lr()[0]
         return rate
@@ -165,7 +179,7 @@ class ISPEngine(BaseEngine):
         return _Mode(self, "eval", **kwargs)
 
     def get_per_tensor_param(self, **_: Any) -> tuple[Iterator[tuple[str, Tensor]], None]:
-        """Return whole weights under the hub's names, adapters merged, for the rollout engine."""
+        """Return whole weights for the rollout engine: names of the hub, adapters merged."""
         return self.run.named_weights(merge_adapters=True), None
 
     def get_data_parallel_size(self) -> int:
@@ -191,7 +205,7 @@ class ISPEngine(BaseEngine):
     def to(
         self, device: str, model: bool = True, optimizer: bool = True, grad: bool = True
     ) -> None:
-        """Move weights and optimizer states together, when verl moves the weights."""
+        """Move the run to `device` if `model`: weights and optimizer states move together."""
         if model:
             self.run.to(device)
 
@@ -225,7 +239,7 @@ class ISPEngine(BaseEngine):
         del_local_after_load: bool = True,
         **_: Any,
     ) -> None:
-        """Load the newest good checkpoint, of any layout; nothing is deleted."""
+        """Load the newest undamaged checkpoint in `local_path`, of any layout; delete nothing."""
         extra: Any = self.run.load(Path(local_path))
         if self._scheduler is not None:
             self._scheduler.load_state_dict(extra["schedule"])
@@ -235,7 +249,7 @@ class ISPEngine(BaseEngine):
 
 
 class _Mode(BaseEngineCtx):
-    """Context that sets training or evaluation mode, with the weights on the device."""
+    """verl's context of an engine: weights on the device, in training or evaluation mode."""
 
     def __enter__(self) -> None:
         super().__enter__()
@@ -248,7 +262,8 @@ class _Mode(BaseEngineCtx):
 
 
 def _group_of_each() -> dist.ProcessGroup:
-    """Return a group of this rank only, over which verl then reduces; a collective."""
+    """Return a process group of this rank alone, for verl's reductions; a collective."""
     groups: list[dist.ProcessGroup]
+    # Every rank has to call `new_group` for every group, also for those it is not in.
     groups = [dist.new_group([rank]) for rank in range(dist.get_world_size())]
     return groups[dist.get_rank()]

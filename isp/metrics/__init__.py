@@ -1,4 +1,4 @@
-"""Metrics of a training step: the record, the printed line, the file, and experiment trackers."""
+"""Metrics of training steps: records, log lines, `metrics.jsonl`, and experiment trackers."""
 
 from isp.metrics.device import (
     MemoryMeter,

@@ -60,8 +60,8 @@ _DENSE_BF16_TFLOPS: list[tuple[str, float]] = [
     ("MI350X", 2300.0),
     ("MI355X", 2500.0),
 ]
-"""Words of a device's name with its TFLOP/s in bfloat16 without sparsity; the first match counts.
-Source: data sheets of the makers; a figure with 2:4 sparsity is halved."""
+"""Dense bfloat16 TFLOP/s of devices whose name has all the given words; the first match counts.
+Source: data sheets of the makers; figures for 2:4 sparsity are halved."""
 
 
 def device_name(device: torch.device) -> str:
@@ -76,10 +76,10 @@ def device_name(device: torch.device) -> str:
 
 
 def peak_tflops(name: str, configured: float | None = None) -> float | None:
-    """Return the dense bfloat16 TFLOP/s of the device called `name`, or None if not known.
+    """Return the dense bfloat16 TFLOP/s of the device called `name`; None if not known.
 
-    `configured` (`metrics.peak_tflops`) overrides the table. A slice of a GPU (MIG) has an unknown
-    share of the peak.
+    `configured` (`metrics.peak_tflops`) comes before the table. For a slice of a GPU (MIG) it is
+    not known, since the name does not say how large a share of the peak it has.
     """
     if configured is not None:
         return configured
@@ -95,14 +95,14 @@ def peak_tflops(name: str, configured: float | None = None) -> float | None:
 def peak_memory_gib(device: torch.device) -> float:
     """Return the peak memory of this process in GiB.
 
-    On CUDA this is what tensors took on the device (`torch.cuda.max_memory_allocated`); on CPU the
-    peak resident set of the whole process, code and libraries included.
+    On CUDA it is the memory of tensors on the device (`torch.cuda.max_memory_allocated`), on CPU
+    the peak resident set of the whole process, code and libraries included.
     """
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**30
     status = Path("/proc/self/status")
     if status.exists():
-        # Not ru_maxrss on Linux: a process inherits that of its parent.
+        # Do not use ru_maxrss on Linux: a forked process starts with that of its parent.
         found = re.search(r"^VmHWM:\s*(\d+) kB$", status.read_text(), re.MULTILINE)
         if found:
             return int(found[1]) / 2**20
@@ -111,9 +111,9 @@ def peak_memory_gib(device: torch.device) -> float:
 
 
 class MemoryMeter:
-    """Meter of the memory that this process uses at the moment.
+    """Reads the memory that this process uses at present.
 
-    It is cheap to read often, since it keeps the file of Linux open until `close`.
+    Reading is cheap: on Linux it keeps /proc/self/statm open until `close`.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -123,33 +123,36 @@ class MemoryMeter:
             self._pages = os.open("/proc/self/statm", os.O_RDONLY)
 
     def gib(self) -> float:
-        """Return the memory in use in GiB, of the same kind as `peak_memory_gib`."""
+        """Return the memory in use in GiB, measured as in `peak_memory_gib`."""
         if self._device.type == "cuda":
             return torch.cuda.memory_allocated(self._device) / 2**30
         if self._pages is None:
-            # Other systems offer only the peak.
+            # Without Linux's /proc only the peak is known.
             return peak_memory_gib(self._device)
         resident = int(os.pread(self._pages, 128, 0).split()[1])
         return resident * resource.getpagesize() / 2**30
 
     def close(self) -> None:
-        """Close the file; the meter is not read any more."""
+        """Close the file that `gib` reads; do not call `gib` after this."""
         if self._pages is not None:
             os.close(self._pages)
             self._pages = None
 
 
 def reset_peak_memory(device: torch.device) -> None:
-    """Restart the count of `peak_memory_gib`, where the system allows it."""
+    """Make `peak_memory_gib` count from now on, where the system allows it."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
         return
     with suppress(OSError), open("/proc/self/clear_refs", "w") as control:
-        control.write("5")  # Linux: the peak becomes the current resident set
+        control.write("5")  # tells Linux to set VmHWM, the peak, to the current resident set
 
 
 def describe_mfu(flop_rule: str, device: str, peak: float | None) -> str:
-    """Return a log line that explains `tflops` and `mfu` on devices called `device`."""
+    """Return a log line that says how the metrics `tflops` and `mfu` are computed.
+
+    `flop_rule`: how the model's FLOPs are counted; `peak`: TFLOP/s of `device`, None if unknown.
+    """
     rule = f"tflops: model FLOPs of a rank a second ({flop_rule})"
     if peak is None:
         return (

@@ -1,4 +1,4 @@
-"""Contents of `evaluation.json`: the results of `isp evaluate` for a trained model."""
+"""`Evaluation`: the result of `isp evaluate`, as written to `evaluation.json`."""
 
 from __future__ import annotations
 
@@ -22,38 +22,40 @@ BUCKET_COLUMNS = ("positions", "tokens", "loss", "perplexity", "loss so far")
 
 @dataclass(frozen=True, kw_only=True)
 class PositionBucket:
-    """Tokens in a range of positions; a position is the number of tokens before."""
+    """Loss of the tokens at a range of positions in their sequences, which are counted from 0."""
 
     begin: int
+    """First position of the range."""
     end: int
     """First position after the range."""
     tokens: int
-    """Number of tokens over all sequences."""
+    """Number of tokens with a label at these positions, over all sequences."""
     loss: float | None
     """Mean cross-entropy in nats; None if there are no tokens or it is not finite."""
 
     @property
     def places(self) -> str:
-        """First and last position, for reports."""
+        """First and last position, as text for tables."""
         return f"{self.begin:,}-{self.end - 1:,}"
 
 
 @dataclass(frozen=True, kw_only=True)
 class TextLosses:
-    """Loss of text by the position of a token in its sequence."""
+    """Losses on text, by the position of a token in its sequence."""
 
     source: str
-    """Source of the text, in words."""
+    """Where the text comes from, in words."""
     rows: int
+    """Number of sequences."""
     length: int
-    """Tokens of a sequence."""
+    """Number of tokens in a sequence."""
     buckets: tuple[PositionBucket, ...]
     """Buckets in order of positions; together they cover a sequence."""
 
     def loss_within(self, length: int) -> float | None:
-        """Return the mean loss of the first `length` positions, where a bucket must end.
+        """Return the mean loss of the first `length` positions; a bucket has to end there.
 
-        Returns None if a bucket within has no finite loss, or no tokens exist.
+        Returns None if one of these buckets has a loss that is not finite, or all have no tokens.
         """
         inside = [bucket for bucket in self.buckets if bucket.end <= length]
         tokens = sum(bucket.tokens for bucket in inside)
@@ -62,27 +64,31 @@ class TextLosses:
         return sum((bucket.loss or 0.0) * bucket.tokens for bucket in inside) / tokens
 
     def shown(self, bucket: PositionBucket) -> tuple[str, ...]:
-        """Return a bucket as `BUCKET_COLUMNS`; the last column is the mean up to its end."""
+        """Return the cells of a bucket in a table with `BUCKET_COLUMNS`.
+
+        The last one, `loss so far`, is the mean loss of all positions up to the bucket's end.
+        """
         loss, so_far = bucket.loss, self.loss_within(bucket.end)
-        perplexity = None if loss is None else math.exp(min(loss, 700.0))
+        perplexity = None if loss is None else math.exp(min(loss, 700.0))  # exp overflows at 710
         numbers = map(_number, (loss, perplexity, so_far))
         return bucket.places, f"{bucket.tokens:,}", *numbers
 
 
 @dataclass(frozen=True, kw_only=True)
 class Passkeys:
-    """Passkeys found in prompts of several lengths, with the key at several depths."""
+    """Numbers of passkeys that a model found, by length of the prompt and depth of the key."""
 
     digits: int
+    """Number of digits of a key."""
     keys: int
-    """Prompts per length and depth."""
+    """Number of prompts for each length and depth."""
     seed: int
     lengths: tuple[int, ...]
-    """Tokens of prompt and answer, at most."""
+    """Largest numbers of tokens of a prompt with its answer."""
     depths: tuple[float, ...]
     """Share of the filler before the key: 0 at the beginning, 1 at the end."""
     found: tuple[tuple[int, ...], ...]
-    """Number of keys found, by length and depth."""
+    """Number of keys found: a row for each length, with an entry for each depth."""
 
     def rate(self, length: int) -> float:
         """Return the share of keys found at one length, over all depths."""
@@ -92,17 +98,17 @@ class Passkeys:
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluation(Result):
-    """Result of `isp evaluate`."""
+    """Result of `isp evaluate` for one trained model."""
 
     newest = 1
     name, again = "an evaluation", "evaluate the model again"
 
     version: int = newest
     model: str
-    """Origin of the weights, in words."""
+    """Where the weights come from, in words."""
     dtype: str
     layout: str
-    """Description of the ranks."""
+    """Number of ranks and mode, in words."""
     trained_length: int | None
     """Length of the training sequences; None if not known."""
     command: str
@@ -111,5 +117,5 @@ class Evaluation(Result):
 
 
 def _number(value: float | None) -> str:
-    """Return a number for a table, with four decimals or, if large, in scientific notation."""
+    """Return a number as text for a table: four decimals, or scientific notation from 1000 on."""
     return "-" if value is None else f"{value:.4f}" if value < 1000 else f"{value:.3e}"

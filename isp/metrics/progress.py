@@ -1,4 +1,4 @@
-"""`ProgressBar` shows the progress of a run in a terminal."""
+"""`ProgressBar`: shows how far a run is, at the bottom of a terminal."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ __all__ = ["ProgressBar", "watched_stream"]
 
 
 def watched_stream() -> TextIO | None:
-    """Return stderr or stdout, whichever is a terminal; None if neither is."""
+    """Return stderr if it is a terminal, else stdout if that is one, else None."""
     return next((stream for stream in (sys.stderr, sys.stdout) if stream.isatty()), None)
 
 
 class ProgressBar(AbstractContextManager["ProgressBar"]):
-    """Progress bar at the bottom of the terminal `stream`; `done` of `total` steps are finished.
+    """Progress bar at the bottom of the terminal `stream`, which starts at `done` of `total` steps.
 
-    Log lines appear above it, since `isp.train.folder.log_files` writes them that way. If the
-    terminal disappears, only the bar ends.
+    Log lines appear above it: `isp.train.folder.log_files` clears the bar while it writes one. If
+    the terminal is closed, the bar ends and the run continues.
     """
 
     def __init__(self, *, total: int, done: int, stream: TextIO) -> None:

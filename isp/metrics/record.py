@@ -1,4 +1,4 @@
-"""Metrics of one step: the record, its line for people, and `metrics.jsonl`, which keeps it."""
+"""`StepRecord`: the metrics of a step, as a log line and as a line of `metrics.jsonl`."""
 
 from __future__ import annotations
 
@@ -26,13 +26,14 @@ __all__ = ["MetricsFile", "StepRecord", "is_recorded", "read_metrics"]
 
 _NULL_IS_NAN = BeforeValidator(lambda value: math.nan if value is None else value)
 _Number = Annotated[float, _NULL_IS_NAN]
+"""Type of a number; null in JSON is NaN."""
 _Sometimes = Annotated[float | None, _NULL_IS_NAN]
-"""A number that may be absent (None)."""
+"""Type of a number that some records lack: None if the key is absent; null in JSON is NaN."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepRecord:
-    """Metrics of a step by the keys of `metrics.jsonl`; docs/reference/metrics.md explains them."""
+    """Metrics of a step. Fields are the keys of `metrics.jsonl`: docs/reference/metrics.md."""
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(strict=True)
 
@@ -65,7 +66,7 @@ class StepRecord:
     skipped: bool = False
 
     def line(self, num_steps: int) -> str:
-        """Return the record as a log line, in a run of `num_steps`."""
+        """Return the record as a log line; `num_steps`: number of steps in the run."""
         share = self.exposed_ms / self.step_ms
         fields = [
             f"step: {self.step}/{num_steps}",
@@ -94,17 +95,20 @@ class StepRecord:
         return "  ".join(fields)
 
     def values(self) -> dict[str, float]:
-        """Return all known metrics except the step, with one key for each value."""
+        """Return the metrics that are not None, by key, for trackers; without the step.
+
+        Metrics with several values have a key for each, such as `lr/muon`.
+        """
         values = dataclasses.asdict(self)
         for prefix, key in (("validation/loss", "val_losses"), ("lr", "lrs")):
             values |= {f"{prefix}/{name}": x for name, x in (values.pop(key) or {}).items()}
         return {key: float(x) for key, x in values.items() if x is not None and key != "step"}
 
     def to_json(self) -> str:
-        """Return one line of JSON.
+        """Return the record as a line of JSON, without the line break.
 
-        Numbers that are not finite become null, since JSON cannot express them. `mfu` is null if
-        not known; other fields that are None are left out.
+        Numbers that are not finite are written as null, since JSON has none. `mfu` is null if not
+        known; other fields that are None are left out.
         """
         absent = {f.name for f in dataclasses.fields(self) if f.default is None}
         absent = {name for name in absent if getattr(self, name) is None}
@@ -123,27 +127,28 @@ class StepRecord:
 
 
 def _listed(numbers: dict[str, float] | None, form: str) -> str:
-    """Return the parts of a metric in parentheses, to follow it."""
+    """Return parts of a metric as ` (name 1.0, ..)`, each in format `form`; "" without parts."""
     parts = [f"{name} {x:{form}}" for name, x in (numbers or {}).items()]
     return f" ({', '.join(parts)})" if parts else ""
 
 
 @functools.cache
 def _adapter() -> TypeAdapter[StepRecord]:
+    """Return pydantic's adapter of records; cached, since making one takes a while."""
     return TypeAdapter(StepRecord)
 
 
 # -- metrics.jsonl ---------------------------------------------------------------------------
 #
-# A line counts only once its line break is written. What follows the last break is a torn line of a
-# crash: reading skips it, and it is removed when the file is opened for appending.
+# A line counts only if it ends in a line break. Without one, it was cut off by a crash: reading
+# skips it, and opening the file for appending removes it.
 
 
 logger = logging.getLogger(__name__)
 
 
 def read_metrics(path: str | Path) -> list[StepRecord]:
-    """Return the records in `path`; works while a run is writing to it.
+    """Return the records in the file `path`, to which a run may be writing.
 
     Raises ValueError, with the line number, if a whole line is not a record.
     """
@@ -151,9 +156,10 @@ def read_metrics(path: str | Path) -> list[StepRecord]:
 
 
 def is_recorded(path: Path, step: int, *, evaluated: bool) -> bool:
-    """Return True if the file has a record of `step`, with an evaluation if `evaluated`.
+    """Return True if the metrics file `path` has a record of `step`.
 
-    Raises ValueError if it is not a file of metrics.
+    If `evaluated`, the record also has to have an evaluation. Raises ValueError if a line of the
+    file is not a record.
     """
     found = next((record for _, record in _lines(path) if record.step >= step), None)
     if found is None or found.step != step:
@@ -162,12 +168,12 @@ def is_recorded(path: Path, step: int, *, evaluated: bool) -> bool:
 
 
 class MetricsFile(AbstractContextManager["MetricsFile"]):
-    """Appends records to the file at `path`; `write` returns once the system has the bytes.
+    """Appends records to the metrics file at `path`.
 
-    Records of steps after `last_step` are removed first, since the run resumes there (0: new run).
-    While the disk is full, records are kept in memory and retried with each new one. Only one run
-    may write at a time: see `isp.checkpoint.folder`. Raises ValueError if it is not a file of
-    metrics.
+    Records of steps after `last_step`, from which a run resumes, are removed first (0: a new run).
+    While the disk is full, records are kept in memory, and written with the next one that can be.
+    Only one run may write at a time; the lock on its checkpoints ensures that. The constructor
+    raises ValueError if a line of the file is not a record.
     """
 
     def __init__(self, path: str | Path, *, last_step: int = 0) -> None:
@@ -183,7 +189,10 @@ class MetricsFile(AbstractContextManager["MetricsFile"]):
             raise
 
     def write(self, record: StepRecord) -> None:
-        """Append `record`; a full disk is logged once and does not stop the run."""
+        """Append `record`, and return once the system has it.
+
+        A disk that cannot be written to is logged once and does not end the run.
+        """
         self._waiting.append(record.to_json().encode() + b"\n")
         try:
             self._write_waiting()
@@ -202,7 +211,7 @@ class MetricsFile(AbstractContextManager["MetricsFile"]):
             self._failing = False
 
     def close(self) -> None:
-        """Write the remaining records and close the file; logs what could not be written.
+        """Write the records kept in memory, and close the file; log those that cannot be written.
 
         Raises FileNotFoundError if the file was removed or moved away since it was opened.
         """
@@ -218,19 +227,19 @@ class MetricsFile(AbstractContextManager["MetricsFile"]):
             os.close(self._fd)
 
     def _write_waiting(self) -> None:
-        """Write the waiting records, each at its position."""
+        """Write the records kept in memory, in order."""
         self._check_there()
         while self._waiting:
             line, written = self._waiting[0], 0
             while written < len(line):
-                # At its own offset instead of the end: after a partial write, the next attempt
-                # overwrites the partial line.
+                # Write at the offset of the line instead of appending: if only a part is written,
+                # the next attempt overwrites the part.
                 written += os.pwrite(self._fd, line[written:], self._size + written)
             self._size += len(line)
             self._waiting.popleft()
 
     def _check_there(self) -> None:
-        """Raise FileNotFoundError if the open file is no longer the one at this path."""
+        """Raise FileNotFoundError if another file, or none, is at the path of the open file."""
         try:
             is_there = os.path.samestat(self._path.stat(), os.fstat(self._fd))
         except FileNotFoundError:
@@ -245,17 +254,17 @@ class MetricsFile(AbstractContextManager["MetricsFile"]):
 
 
 def _size_up_to(path: Path, last_step: int) -> int:
-    """Return the bytes of the whole lines before the first record of a later step."""
+    """Return the size in bytes of the records up to `last_step`: what to keep of the file."""
     return sum(size for size, _ in takewhile(lambda line: line[1].step <= last_step, _lines(path)))
 
 
 def _lines(path: Path) -> Iterator[tuple[int, StepRecord]]:
-    """Yield the size in bytes and the record of each whole line.
+    """Yield the size in bytes and the record of each whole line of the file `path`.
 
-    Raises ValueError for a line that is not a record.
+    Raises ValueError, with the line number, for a line that is not a record.
     """
     for number, line in enumerate(read_lines(path), start=1):
-        if not line.endswith(b"\n"):  # torn by a crash
+        if not line.endswith(b"\n"):  # cut off by a crash, or still being written
             return
         try:
             record = StepRecord.from_json(line[:-1])

@@ -1,6 +1,6 @@
 """Experiment trackers: the base class, one tracker for each library, and the threads they run in.
 
-A tracker can neither slow down nor end a run: each has a thread, and fails alone.
+Each tracker runs in a thread of its own. If it is slow, hangs or fails, training goes on as before.
 """
 
 from __future__ import annotations
@@ -27,51 +27,56 @@ logger = logging.getLogger(__name__)
 
 
 class TrackedRun(NamedTuple):
-    """Description of a run, given to a tracker when the run begins or resumes."""
+    """Description of a run, which a tracker gets when the run begins or resumes."""
 
     project: str
-    """Name shared by runs that are compared with each other."""
+    """Name that the run shares with runs to compare it with."""
     name: str
     folder: Path
     """Folder for the tracker's own files."""
     config: Mapping[str, Any] = {}
     """The configuration, as nested sections of plain values."""
     last_step: int = 0
-    """Step after which the run resumes; later steps that were logged are run again."""
+    """Step after which the run resumes. Later steps may have been logged: they run again."""
     id: str | None = None
-    """Value that `Tracker.init` returned when the run began; None in a new run."""
+    """Result of `Tracker.init` when the run began; None for a new run."""
 
 
 class Tracker:
-    """Base class of trackers; `metrics.report_to: [module:Class]` names one of your own.
+    """Base class of trackers. To use a subclass of your own: `metrics.report_to: [module:Class]`.
 
-    It is created without arguments and used on rank 0 only, in its own thread. An exception ends
-    tracking with a warning; the run continues.
+    An object is made without arguments, on rank 0 only, and used in one thread. If it raises an
+    exception, it is no longer used, with a warning, and the run continues.
     """
 
     def init(self, run: TrackedRun) -> str | None:
-        """Begin a run, or resume it if `run.id` is set; return the id to resume it by, if any."""
+        """Begin a run, or resume it if `run.id` is set.
+
+        Return an id by which the run can be resumed; None if it cannot.
+        """
         raise NotImplementedError
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Log the metrics of a step, by the keys of `metrics.jsonl`."""
+        """Log the metrics of a step; keys are those of `metrics.jsonl`."""
         raise NotImplementedError
 
     def finish(self, *, failed: bool) -> None:
-        """Send pending data and end."""
+        """Send pending data and end; `failed`: the run ended in an exception."""
         raise NotImplementedError
 
 
 class _TensorBoard(Tracker):
-    """Event files; TensorBoard ignores repeated steps in earlier files."""
+    """Writes TensorBoard's event files. Steps that run again replace those in earlier files."""
 
     def init(self, run: TrackedRun) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
+        # TensorBoard then ignores steps from this one on in earlier files.
         purge = run.last_step + 1 if run.last_step else None
         inner = run.config.get("metrics", {}).get("save_tb_folder", "tb")
         self._writer = SummaryWriter(run.folder / inner, purge_step=purge)
         if run.config and not run.last_step:
+            # Four spaces make a code block in Markdown, as which TensorBoard shows texts.
             lines = (f"    {key}: {value}" for key, value in _flat(run.config).items())
             self._writer.add_text("config", "\n".join(lines), 0)
 
@@ -84,7 +89,7 @@ class _TensorBoard(Tracker):
 
 
 class _WandB(Tracker):
-    """Weights & Biases; repeated steps keep the values logged first."""
+    """Logs to Weights & Biases. Steps that run again keep the values that were logged first."""
 
     def init(self, run: TrackedRun) -> str:
         import wandb
@@ -97,7 +102,7 @@ class _WandB(Tracker):
             id=run.id,
             resume="allow",
             allow_val_change=True,
-            # Without a network it gives up before the end of a run stops waiting for it.
+            # Without a network, give up before `FINISH_SECONDS`, for which a run waits at its end.
             settings=wandb.Settings(login_timeout=30, init_timeout=50),
         )
         return str(self._run.id)
@@ -110,7 +115,7 @@ class _WandB(Tracker):
 
 
 class _Trackio(Tracker):
-    """Trackio of Hugging Face, on this machine or in a Space; runs are resumed by name."""
+    """Logs to Hugging Face's Trackio, on this machine or in a Space. The id is the run's name."""
 
     def init(self, run: TrackedRun) -> str:
         import trackio
@@ -129,7 +134,7 @@ class _Trackio(Tracker):
 
 
 class _MLflow(Tracker):
-    """MLflow at `MLFLOW_TRACKING_URI`; the project is the experiment."""
+    """Logs to MLflow at `MLFLOW_TRACKING_URI`; the project is MLflow's experiment."""
 
     def init(self, run: TrackedRun) -> str:
         from mlflow.entities import Param
@@ -166,15 +171,16 @@ class _MLflow(Tracker):
 
 
 def mlflow_name(key: str) -> str:
-    """Return `key` as a name for MLflow: at most 250 characters; of punctuation only `_-. /`."""
+    """Return `key` as a name for MLflow: at most 250 characters, no punctuation but `_-. /`."""
     name = re.sub(r"[^\w. /-]", "_", key)
     if len(name) <= 250:
         return name
+    # The hash keeps long names that begin the same apart.
     return f"{name[:240]}_{sha256(key.encode()).hexdigest()[:9]}"
 
 
 class _SwanLab(Tracker):
-    """SwanLab, by `SWANLAB_MODE`; only runs in the cloud can be resumed."""
+    """Logs to SwanLab, where `SWANLAB_MODE` says; only runs in its cloud can be resumed."""
 
     def init(self, run: TrackedRun) -> str | None:
         import swanlab
@@ -206,7 +212,7 @@ _LIBRARIES: dict[str, type[Tracker]] = {
 
 
 def tracker_of(name: str) -> Tracker:
-    """Return the tracker `name` of `metrics.report_to`: a library, or module:Class."""
+    """Return a new tracker for an entry of `metrics.report_to`: a library, or module:Class."""
     if name in _LIBRARIES:
         return _LIBRARIES[name]()
     made: Tracker = pkgutil.resolve_name(name)()
@@ -214,7 +220,7 @@ def tracker_of(name: str) -> Tracker:
 
 
 def check_tracker(name: str) -> None:
-    """Raise ValueError if tracker `name` cannot be used: not installed, or not a `Tracker`."""
+    """Raise ValueError if the tracker `name` cannot be used: not installed, or not a `Tracker`."""
     who = f"metrics.report_to={name}"
     if name in _LIBRARIES:
         require(who, name, extra="tensorboard" if name == "tensorboard" else None)
@@ -241,15 +247,15 @@ def _flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 FINISH_SECONDS = 60.0
 """Time that all trackers together have to send pending data at the end of a run."""
 MOST_PENDING = 10_000
-"""Most calls that may wait for a tracker; with more, nothing is sent to it any longer."""
+"""Number of calls that may wait for a tracker. With more, it is no longer used."""
 
 
 class Trackers(AbstractContextManager["Trackers"]):
-    """The trackers `names` (see `metrics.report_to`) of `run`, each in its own thread.
+    """Context with the trackers `names` (of `metrics.report_to`) of `run`, each in its own thread.
 
-    Leaving the context waits for all to finish, at most `FINISH_SECONDS`. A tracker that fails or
-    hangs is reported in one warning; the run continues. Ids of runs are kept in folder `ids`
-    (default: `run.folder`), so that a run resumed there continues in its trackers.
+    Leaving it waits until all have finished, at most `FINISH_SECONDS`. A tracker that fails or
+    hangs is reported in one warning, and the run continues. The ids of the run in its trackers are
+    kept in the folder `ids` (default: `run.folder`): when the run resumes, it continues there.
     """
 
     def __init__(self, names: Iterable[str], run: TrackedRun, *, ids: Path | None = None) -> None:
@@ -257,7 +263,7 @@ class Trackers(AbstractContextManager["Trackers"]):
         self._threads = [_TrackerThread(name, run, folder) for name in names]
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Log `values` of `step`; returns at once."""
+        """Log the metrics `values` of `step` in all trackers; returns at once."""
         for thread in self._threads:
             thread.put(lambda tracker: tracker.log(step, values))
 
@@ -274,7 +280,7 @@ class Trackers(AbstractContextManager["Trackers"]):
 
 
 class _TrackerThread(threading.Thread):
-    """Thread that makes a tracker's calls in order; after one fails, no more are made."""
+    """Thread that makes the calls of one tracker in order, until one of them fails."""
 
     def __init__(self, name: str, run: TrackedRun, ids: Path) -> None:
         super().__init__(name=f"tracker {name}", daemon=True)
@@ -287,7 +293,7 @@ class _TrackerThread(threading.Thread):
 
     def put(self, call: Callable[[Tracker], None] | None) -> None:
         """Queue `call`; None ends the thread."""
-        if self.failed:  # no thread takes it from the queue
+        if self.failed:  # the thread has ended, or hangs: nothing takes calls from the queue
             return
         try:
             self._calls.put_nowait(call)
@@ -295,17 +301,17 @@ class _TrackerThread(threading.Thread):
             self.give_up(f"{MOST_PENDING:,} calls wait for it: it hangs, or is too slow")
 
     def run(self) -> None:
-        """Open the tracker and make its calls until the end, or until one fails."""
+        """Open the tracker and make its calls; Python calls this in the thread."""
         tracker: Tracker | None = None
         try:
             tracker = self._open()
             while (call := self._calls.get()) is not None:
                 call(tracker)
-        except Exception as error:  # libraries may raise anything; it is reported
+        except Exception as error:  # libraries may raise any exception: report it
             self.give_up(first_line(error))
 
     def give_up(self, why: str) -> None:
-        """Stop sending, with one warning that gives the reason."""
+        """Stop using the tracker, and warn once with the reason `why`."""
         if not self.failed:
             logger.warning(
                 "nothing more is sent to %s (%s): training continues, and metrics.jsonl has all"
@@ -316,7 +322,7 @@ class _TrackerThread(threading.Thread):
         self.failed = True
 
     def _open(self) -> Tracker:
-        """Create and initialize the tracker; keeps the id of a new run for a resume."""
+        """Make and initialize the tracker, and write the id of a new run to its file."""
         known = read_limited(self._id_file).decode() if self._id_file.exists() else None
         self._tracked.folder.mkdir(parents=True, exist_ok=True)
         tracker = tracker_of(self._tracker_name)

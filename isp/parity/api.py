@@ -1,4 +1,4 @@
-"""`isp.check`: layouts of a given model compared with the plain model."""
+"""`isp.check`: compares layouts of a model in the caller's process with the plain model."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ __all__ = ["CheckKeys", "CheckResult", "check", "keys_from"]
 
 @section("")
 class CheckKeys:
-    """Keys that a check accepts for a model without a configuration of a run."""
+    """Sections of the configuration that a check accepts for a model without one."""
 
     model: ModelConfig = field(default_factory=ModelConfig)
     """How the model is computed."""
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
-    """How it is split; sizes come from the layouts."""
+    """How the model is split; sizes come from the layouts."""
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     """The update rule."""
 
@@ -39,14 +39,15 @@ _UNREAD = {
     **defaults_of(ModelConfig, KeyRole.MODEL, KeyRole.PLACE),
     "attention_backend": _DEFAULT.attention_backend,
 }
-"""Keys of `model` that a check sets itself, with the only values they may have."""
+"""Keys of `model` that a check sets itself; each must have its default, given here."""
 
 
 def keys_from(overrides: Sequence[str], given: str, *, folder: str | None = None) -> CheckKeys:
-    """Return the keys that command-line `overrides` change, for the model described by `given`.
+    """Return the sections of a check with the command-line `overrides` applied.
 
-    `folder` is the model's Hugging Face folder, if it has one; `model.hf_overrides` may then change
-    its config.json. Raises ConfigError for keys that have no effect on a check.
+    `given` describes the model in errors. `folder` is the model's Hugging Face folder, if it has
+    one; `model.hf_overrides` may then change its config.json. Raises ConfigError for keys that have
+    no effect on a check.
     """
     keys = sections_from(CheckKeys, overrides, {} if folder is None else {"model": {"hf": folder}})
     for key, default in {**_UNREAD, "hf": folder}.items():
@@ -55,22 +56,23 @@ def keys_from(overrides: Sequence[str], given: str, *, folder: str | None = None
                 f"model.{key} is decided by the check, which computes a small model on the CPU:"
                 f" leave it out"
             )
-    # Sizes and modes would be overwritten by each layout.
+    # Each layout sets sizes and modes, so overrides of these would be ignored silently.
     if Layout(1, 1).of(keys.parallel) != keys.parallel:
         raise ConfigError(
-            "sizes and modes of parallel are layouts, of which several are checked:"
-            " give them by --layouts, such as --layouts 2x4,mtp2"
+            "the checked layouts set sizes and modes of parallel: leave these keys out, and name"
+            " layouts, such as --layouts 2x4,mtp2"
         )
     keys.model.check_beside(given)
     return keys
 
 
 class CheckResult(NamedTuple):
-    """Result of `check`; prints as the table of `isp check`."""
+    """Result of `check`; printing it shows the table of `isp check`."""
 
     heading: str
+    """Lines above the table: what is compared, how, and on how many ranks."""
     verdicts: tuple[Verdict, ...]
-    """A verdict for each layout, with the differences of each case."""
+    """The result of each layout, with the differences in each case."""
 
     @property
     def agrees(self) -> bool:
@@ -98,18 +100,20 @@ def check(model: nn.Module, layouts: str = "all", overrides: Sequence[str] = ())
     transformers' runs as it is.
 
     Raises RuntimeError, with the table and the first differences, if a layout differs. Raises
-    ValueError if the model is not supported, and where torch finds a GPU: its backward starts
-    threads, which forked ranks lack. Set CUDA_VISIBLE_DEVICES= for the process.
+    ValueError if the model is not supported, or if torch finds a GPU: set CUDA_VISIBLE_DEVICES= for
+    the process.
     """
+    # With a GPU, autograd starts threads for devices. A fork does not copy threads, so a backward
+    # on a forked rank would wait for them forever.
     if torch.cuda.is_available():
         raise ValueError(
-            "isp.check computes on forked CPU ranks, which fail beside a GPU: run it with"
-            " CUDA_VISIBLE_DEVICES= (empty) in the environment"
+            "isp.check computes on forked CPU ranks, which cannot run backward where torch finds a"
+            " GPU: run it with CUDA_VISIBLE_DEVICES= (empty) in the environment"
         )
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # the ranks share the cores
     try:
-        with torch.random.fork_rng(devices=[]):
+        with torch.random.fork_rng(devices=[]):  # leave the caller's random state as it is
             torch.manual_seed(0)
             result = _check(model, layouts, overrides)
     finally:
@@ -120,6 +124,7 @@ def check(model: nn.Module, layouts: str = "all", overrides: Sequence[str] = ())
 
 
 def _check(model: nn.Module, layouts: str, overrides: Sequence[str]) -> CheckResult:
+    """Return the result of `check`, whether or not the layouts agree."""
     keys = keys_from(overrides, f"the {type(model).__name__} that isp.check is given")
     blocks = num_blocks(most_stages(layouts), keys.model)
     subject = _subject_of(model, blocks, keys.model)
@@ -134,14 +139,22 @@ def _check(model: nn.Module, layouts: str, overrides: Sequence[str]) -> CheckRes
 
 
 def _subject_of(model: nn.Module, layers: int = 2, how: ModelConfig = _DEFAULT) -> Subject:
-    """Return a small model of the same class if transformers can make one, else the model."""
+    """Return the subject of a check: a small model of the same class if transformers makes one.
+
+    Other models are checked as they are. `how`: keys that say how the model is computed.
+    """
     if hasattr(model, "peft_config"):
         raise ValueError("isp.check makes a small model without adapters: give it the base model")
     if hasattr(model, "set_attn_implementation"):
         whole: Any = model
         small = Subject.of_config(whole.config, layers, how)
-        if isinstance(small.model, type(model)):  # a derived class would lose its own code
+        # transformers makes its own class: a class derived from that would be checked without its
+        # own code.
+        if isinstance(small.model, type(model)):
             return small
     if any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
-        raise ValueError("isp.check runs a module with its weights: make it on the CPU")
+        raise ValueError(
+            "isp.check needs the weights of a module, but some are on the meta device: make it on"
+            " the CPU"
+        )
     return Subject.of_module(model, how)

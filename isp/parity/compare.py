@@ -1,7 +1,9 @@
-"""The check behind `isp check`: layouts of a small model against the plain one, in float64 on CPU.
+"""`Check`: compares layouts of a small model with the plain model, in float64 on CPU ranks.
 
 It compares the loss, every gradient and their norm, and the weights after a step. It also compares
-how often each weight is gathered and its gradient reduced with the prefetch plan.
+how often each weight was gathered, and its gradient reduced, with the prefetch plan.
+
+B batch, S sequence
 """
 
 from __future__ import annotations
@@ -56,24 +58,27 @@ __all__ = [
 ]
 
 TOLERANCE = 1e-9
-"""Largest relative difference that counts as equal: float64 sums in different orders."""
+"""Relative difference up to which results agree. Sums in other orders differ much less in float64,
+and mistakes differ much more."""
 
 _Counts = Counter[tuple[Purpose, str]]
+"""Number of transfers, by their purpose and the name of the weight."""
 
 _WORDS = {Purpose.WEIGHT: "gathered", Purpose.WEIGHT_GRADIENT: "reduced"}
 
 _LEAST_SCALE = 1e-6
-"""Least scale of a tensor, as a share of the largest tensor. A gradient that is zero in exact
-arithmetic is rounding noise of larger ones, and its own size would be no scale."""
+"""A tensor's differences are divided by its largest element, but at least by this share of the
+largest element of all tensors. A gradient that is zero in exact arithmetic is only rounding noise
+of larger ones, and relative to itself any noise would be a large difference."""
 
 
 class CheckCase(NamedTuple):
-    """One way to train a step in a layout."""
+    """A way to train a step; each layout is trained in all of `CASES`."""
 
     packed: bool
-    """Rows of several documents, joined into at most two micro-batches; else one batch of rows."""
+    """True: rows of several documents, joined into at most two micro-batches. False: one batch."""
     recomputed: bool
-    """Recompute all blocks, or as many as the keys say; else none."""
+    """True: recompute all blocks, or as many as the keys say. False: recompute none."""
 
     def __str__(self) -> str:
         return (
@@ -88,7 +93,7 @@ CASES = tuple(
 
 
 class Differences(NamedTuple):
-    """Differences from the plain model, each relative to the tensor's largest element."""
+    """How a layout differs from the plain model, relative to each tensor's largest element."""
 
     loss: float
     grad_norm: float
@@ -97,31 +102,34 @@ class Differences(NamedTuple):
     weights: dict[str, float]
     """Differences of the weights after the step, by name."""
     outputs: dict[str, float]
-    """Differences of module outputs, in forward order."""
+    """Differences of module outputs by name of the module, in the order of the forward."""
     gathers: int
-    """Number of gathers of weights and reductions of their gradients on a rank."""
+    """Number of weight gathers and gradient reductions on a rank in the step."""
     miscounted: tuple[str, ...]
-    """A sentence for each weight that was gathered or reduced more or less often than planned."""
+    """Sentences about weights that were gathered or reduced more or less often than planned."""
 
     @property
     def agree(self) -> bool:
-        """Return True if all differences are within `TOLERANCE`; outputs are only informative."""
+        """Return True if all differences are within `TOLERANCE`, and the transfers as planned.
+
+        Differences of outputs do not count: they only help to find the cause.
+        """
         numbers = self.loss, self.grad_norm, *self.gradients.values(), *self.weights.values()
         return not self.miscounted and all(number <= TOLERANCE for number in numbers)
 
     @property
     def worst_gradient(self) -> tuple[str, float]:
-        """Return the name and the difference of the worst gradient."""
+        """Return the name of the gradient that differs most, and its difference."""
         return max(self.gradients.items(), key=lambda item: item[1])
 
     @property
     def first_output(self) -> str | None:
-        """Return the first module in the forward whose output differs, if any."""
+        """Return the first module of the forward whose output differs; None if none does."""
         return next((n for n, found in self.outputs.items() if found > TOLERANCE), None)
 
 
 class Verdict(NamedTuple):
-    """Result of a layout: its differences case by case, or the failure of a rank."""
+    """Result of checking one layout: its differences in each case, or the failure of a rank."""
 
     layout: Layout
     cases: dict[CheckCase, Differences]
@@ -130,12 +138,12 @@ class Verdict(NamedTuple):
 
     @property
     def agrees(self) -> bool:
-        """Return True if the layout computes what the plain model does."""
+        """Return True if no rank failed and the layout agrees with the plain model in all cases."""
         return not self.failure and all(found.agree for found in self.cases.values())
 
 
 class Check:
-    """A subject and the reference steps of its plain model.
+    """A small model with reference steps of its plain form, which `run` compares layouts with.
 
     All layouts run on the same number of ranks, the least common multiple of what they need, so
     smaller layouts have replicas. Raises ValueError for a layout that the model cannot be split in.
@@ -156,8 +164,8 @@ class Check:
         self.parallel = parallel or ParallelConfig()
         asked = optimizer or OptimizerConfig()
         self.replaced = sorted(asked.rules - {"adamw", "muon"})
-        """Update rules that adamw replaces."""
-        # Only AdamW and Muon have an independent formula in torch to compare with.
+        """Update rules of the configuration for which the check uses adamw instead."""
+        # Only for AdamW and Muon does torch have an independent formula to compare with.
         groups = tuple(
             replace(group, rule="adamw") if group.rule in self.replaced else group
             for group in asked.param_groups
@@ -166,13 +174,14 @@ class Check:
         self.optimizer = replace(asked, name=name, param_groups=groups)
         self.max_norm = max_norm
         self.num_ranks = math.lcm(*(layout.num_ranks for layout in layouts))
-        # One batch serves all layouts, so its rows must be divisible by every tensor group.
+        # All layouts train the same batch, so the length of its rows must be divisible by the size
+        # of every tensor group.
         width = math.lcm(*(layout.tensor for layout in layouts))
         self.row_tokens = -(-TOKENS // width) * width
         model = subject.language_model(float(any(case.recomputed for case in self.cases)))
         for layout in layouts:
             model.check_layout(layout.of(self.parallel), self.row_tokens)
-        # Each case compares with the reference of its batch: packed or not.
+        # Packed and unpacked cases have different batches, so each kind has its own reference.
         self._layouts = trained_layouts(model)
         self.references = {
             packed: self._reference(packed)
@@ -180,7 +189,7 @@ class Check:
         }
 
     def run(self, layout: Layout, *, timeout_seconds: float = 300.0) -> Verdict:
-        """Compare one layout, on newly forked ranks."""
+        """Compare one layout with the reference, on newly forked ranks."""
         try:
             found = run_ranks(self.num_ranks, self.on_rank, layout, timeout_seconds=timeout_seconds)
         except RankError as error:
@@ -188,7 +197,7 @@ class Check:
         return self.verdict(layout, found)
 
     def verdict(self, layout: Layout, of_ranks: Sequence[Sequence[Differences]]) -> Verdict:
-        """Return the verdict on a layout from what `on_rank` returned on each rank."""
+        """Return the verdict on a layout, given the results of `on_rank` of all ranks."""
         of_cases = zip(*of_ranks, strict=True)
         found = [worst_of(of_case) for of_case in of_cases]
         return Verdict(layout, dict(zip(self.cases, found, strict=True)))
@@ -196,26 +205,30 @@ class Check:
     def on_rank(
         self, rank: int, layout: Layout, cases: Sequence[CheckCase] | None = None
     ) -> list[Differences]:
-        """Return the differences that rank `rank` of `num_ranks` sees in each case (None: all)."""
+        """Train a step of each case (None: all) on rank `rank`, and return its differences.
+
+        A collective over `num_ranks` ranks.
+        """
         mesh = Mesh(Topology.create(self.num_ranks, layout.of(self.parallel)), rank)
         chosen = self.cases if cases is None else cases
-        logging.disable(logging.WARNING)  # a run warns once; here each case on each rank would
+        logging.disable(logging.WARNING)  # else each rank would repeat a run's warnings per case
         try:
             return [self._compare(mesh, layout, case) for case in chosen]
         finally:
             logging.disable(logging.NOTSET)
 
     def _reference(self, packed: bool) -> Reference:
-        """Run the plain model on packed rows or on rows of one document."""
+        """Train a step of the plain model, on packed rows or on rows of one document each."""
         rows = make_rows(self.num_ranks, self.row_tokens, self.subject.vocab_size, packed=packed)
         return make_reference(self.subject, rows, self.optimizer, self.max_norm, self._layouts)
 
     def _compare(self, mesh: Mesh, layout: Layout, case: CheckCase) -> Differences:
         """Train one step on this rank and return its differences from the plain model."""
         reference = self.references[case.packed]
+        # This data rank's rows of the global batch.
         count = len(reference.rows.tokens) // mesh[Axis.DATA].size
         first = mesh[Axis.DATA].rank * count
-        # A pipeline needs several micro-batches: one row each. Else the rows are one batch.
+        # A pipeline needs several micro-batches: each row is one. Else all rows are one batch.
         staged = mesh[Axis.PIPELINE].size > 1
         parts = range(first, first + count) if staged else [first]
         size = 1 if staged else count
@@ -229,11 +242,11 @@ class Check:
             self.subject.language_model(float(case.recomputed)),
             layout.of(self.parallel),
             mesh,
-            seed=None,
+            seed=None,  # no initial weights: they are copied below
             device=torch.device("cpu"),
             dtype=torch.float64,
         )
-        # Start from the plain model's weights, so that only the layout can make a difference.
+        # Copy the plain model's weights: then only the layout can make a difference.
         with torch.no_grad():
             for item in built.parameters:
                 item.parameter.copy_(item.layout.shard(reference.start[item.name]))
@@ -248,12 +261,12 @@ class Check:
         )
         step = TrainStep(built, gradients, optimizer, mesh, micro_num=len(batches))
         noted: dict[str, float] = {}
-        # In a pipeline the step runs its own schedule, and outputs of modules are not compared.
+        # A pipeline runs its own order of forwards and backwards: outputs are not compared then.
         if staged:
             outcome = step(batches, self.optimizer.lr)
         else:
             outcome = self._stepped(step, batches, first, noted)
-        step.drain()
+        step.drain()  # updated weights, and gathers for a next step, may be in flight
         parameters = {item.name: item.parameter.detach() for item in built.trained}
         transfers = mesh.log.take()
         counts = _counted(built, transfers)
@@ -270,14 +283,17 @@ class Check:
     def _stepped(
         self, step: TrainStep, batches: Sequence[MicroBatch], first: int, noted: dict[str, float]
     ) -> StepOutcome:
-        """Run a step on rows from `first` on; differences of module outputs go into `noted`."""
+        """Train a step on `batches`, whose first row is row `first` of the reference.
+
+        Adds the differences of module outputs to `noted`.
+        """
         reference = self.references[batches[0].cu_seqlens is not None]
         work, outputs, watched = step.start(batches), Outputs(), modules_of(step.chunks)
         for index, batch in enumerate(batches):
             with outputs.of(watched):
                 loss = step.forward(work, index)
             stop = first + batch.tokens.numel() // self.row_tokens
-            # Bring the plain outputs into the order of tokens that context ranks use.
+            # Arrange the tokens of the plain outputs as context ranks have them.
             expected = [
                 whole[first:stop].reshape(len(batch.tokens), -1, *whole.shape[2:])
                 for whole in reference.outputs.values()
@@ -297,6 +313,7 @@ class _WatchedOptimizer(Zero1Optimizer):
     """Gradients of this rank's shards, by name."""
 
     def step(self, lr: float, **how: Any) -> StepResult:
+        """Keep the reduced gradients, then clip and update as usual."""
         items = self._gradients.parameters
         self.reduced = {i.name: self._gradients.whole(i.parameter).clone() for i in items}
         return super().step(lr, **how)
@@ -308,16 +325,16 @@ def _note(
     expected: Mapping[str, Tensor],
     mesh: Mesh,
 ) -> None:
-    """Add to `noted` the differences of outputs from `expected` [B, S, ..] at this rank's tokens.
+    """Add to `noted` how module outputs `found` differ from `expected` [B, S, ..].
 
-    `expected` is ordered such that the tokens of each rank are contiguous. Outputs of other shapes,
-    as some modes have them, are left out.
+    Only this rank's tokens are compared; in `expected` the tokens of each rank are contiguous.
+    Outputs of other shapes are left out: in some modes a rank has only some of the features.
     """
     tensor = mesh[Axis.TENSOR]
     for name, parts in found.items():
         if name in expected and len(parts) == 1:
             whole = expected[name]
-            scale = max(whole.abs().max().item(), 1e-300)
+            scale = max(whole.abs().max().item(), 1e-300)  # no division by 0
             if mesh.topology.mode.slices_batch:
                 whole = whole.chunk(tensor.size, 1)[tensor.rank]
             if whole.shape == parts[0].shape:
@@ -327,7 +344,8 @@ def _note(
 def _apart(
     built: BuiltModel, found: Mapping[str, Tensor], expected: Mapping[str, Tensor]
 ) -> dict[str, float]:
-    """Return the differences of this rank's shards from the expected tensors, by name."""
+    """Return, by name, how this rank's shards `found` differ from the whole tensors `expected`."""
+    # See `_LEAST_SCALE`: tensors of rounding noise must not be compared relative to themselves.
     least = _LEAST_SCALE * max(tensor.abs().max().item() for tensor in expected.values())
     return {
         item.name: _largest(found[item.name] - item.layout.shard(expected[item.name]))
@@ -337,7 +355,7 @@ def _apart(
 
 
 def _largest(difference: Tensor) -> float:
-    """Return the largest absolute element; infinite if any is NaN."""
+    """Return the largest absolute element of `difference`; infinite if any is NaN."""
     if not difference.numel():
         return 0.0
     largest = difference.detach().abs().max().item()
@@ -345,24 +363,25 @@ def _largest(difference: Tensor) -> float:
 
 
 def _relative(found: float, expected: float) -> float:
-    """Return the relative difference; infinite if it is NaN."""
+    """Return the relative difference of two numbers; infinite if it is NaN."""
     apart = abs(found - expected) / abs(expected)
     return apart if math.isfinite(apart) else math.inf
 
 
 def _counted(built: BuiltModel, transfers: Iterable[TimedTransfer]) -> _Counts:
-    """Count the gathers of weights and reductions of gradients by parameter."""
+    """Return how often each weight was gathered, and its gradient reduced, in `transfers`."""
     counts: _Counts = Counter()
     names = {f"{layer.name}.{local}": name for layer, local, name in _uses(built)}
     for transfer in transfers:
         if transfer.tag.purpose in _WORDS:
-            name = names[transfer.label.removesuffix(".grad")]  # a shared weight has several labels
+            # A weight that several layers share has a label for each of them, but one name.
+            name = names[transfer.label.removesuffix(".grad")]
             counts[transfer.tag.purpose, name] += 1
     return counts
 
 
 def _miscounted(built: BuiltModel, counts: _Counts, rank: int, micro_num: int) -> Iterator[str]:
-    """Yield a sentence for each count that differs from the plan of this pipeline rank."""
+    """Yield a sentence for each of `counts` that differs from the plan of pipeline rank `rank`."""
     planned = _planned(built, rank, micro_num)
     for key in sorted(planned.keys() | counts.keys()):
         if counts[key] != planned[key]:
@@ -370,16 +389,16 @@ def _miscounted(built: BuiltModel, counts: _Counts, rank: int, micro_num: int) -
 
 
 def _planned(built: BuiltModel, rank: int, micro_num: int) -> _Counts:
-    """Return the planned transfers of a step, with those that it launches for the next one.
+    """Return how often the plan gathers each weight, and reduces its gradient, in a step.
 
-    A weight is gathered once for each of its lifetimes, of which a pass has at most one; a gradient
-    is reduced once for each use.
+    Gathers that the step launches for the next step are included. A gradient is reduced once for
+    each use of its weight and each micro-batch.
     """
     planned: _Counts = Counter()
     if built.communicator is None:
         return planned
     plan: PrefetchPlan = built.communicator.plan(built.order.actions(rank, micro_num))
-    # `start` counts twice: this step's own, and the one launched at its end for the next.
+    # Count `start` twice: before this step, and at its end for the next one.
     acts = [*plan.start, *plan.start]
     acts += [act for step in plan.entries for act in (*step.before, *step.after)]
     for act in acts:
@@ -393,7 +412,7 @@ def _planned(built: BuiltModel, rank: int, micro_num: int) -> _Counts:
 
 
 def _uses(built: BuiltModel) -> Iterator[tuple[WeightHolder, str, str]]:
-    """Yield each use of a sharded weight or bias: layer, attribute, and name in the plan."""
+    """Yield each use of a sharded weight or bias: its holder, attribute, and name in the plan."""
     declared = tuple(chunk.weight_blocks() for chunk in built.chunks)
     names = weight_names(declared)
     for _, _, use in declared_uses(declared):
@@ -404,7 +423,7 @@ def _uses(built: BuiltModel) -> Iterator[tuple[WeightHolder, str, str]]:
 
 
 def worst_of(of_ranks: Iterable[Differences]) -> Differences:
-    """Return the largest differences over all ranks."""
+    """Return the differences of all ranks as one: the largest of each kind."""
     found = list(of_ranks)
 
     def largest(of: Callable[[Differences], dict[str, float]]) -> dict[str, float]:
@@ -417,7 +436,7 @@ def worst_of(of_ranks: Iterable[Differences]) -> Differences:
         gradients=largest(lambda one: one.gradients),
         weights=largest(lambda one: one.weights),
         outputs=largest(lambda one: one.outputs),
-        gathers=found[0].gathers,
+        gathers=found[0].gathers,  # of one rank: the table only says if there are any
         miscounted=tuple(dict.fromkeys(line for one in found for line in one.miscounted)),
     )
 
@@ -426,19 +445,19 @@ def worst_of(of_ranks: Iterable[Differences]) -> Differences:
 
 
 _SHOWN = 3
-"""Number of names shown in a list of differences."""
+"""Number of names that a list of differences shows; it gives the number of the others."""
 
 HEAD = f"{'layout':<12}{'loss':>9}{'norm':>9}{'update':>9}  gathers     result   worst gradient"
 
 
 def heading(check: Check) -> str:
-    """Return lines that say what is compared, how, and on how many ranks."""
+    """Return the lines above the table: what is compared, how, and on how many ranks."""
     rules, replaced = " and ".join(sorted(check.optimizer.rules)), ", ".join(check.replaced)
     step = f"\nthe update is that of {rules}" if rules != "adamw" or replaced else ""
     if replaced:
         step += (
-            f", not of {replaced}: only what adamw and muon do to a gradient that is zero but for"
-            f" rounding is as small as that"
+            f", not of {replaced}, which may make a large update from a gradient that is only"
+            f" rounding noise"
         )
     return (
         f"{check.subject.name}, on {check.num_ranks} ranks, each difference relative to its tensor"
@@ -447,7 +466,7 @@ def heading(check: Check) -> str:
 
 
 def line(verdict: Verdict) -> str:
-    """Return a layout's line of the table: its largest differences over all cases."""
+    """Return the line of a layout in the table: its largest differences over all cases."""
     name = f"{verdict.layout!s:<12}"
     if verdict.failure:
         return f"{name}{'-':>9}{'-':>9}{'-':>9}  {'-':<12}FAILED"
@@ -462,7 +481,7 @@ def line(verdict: Verdict) -> str:
 
 
 def summary(verdicts: Sequence[Verdict]) -> str:
-    """Return the last lines: an explanation of each layout that differs, and their number."""
+    """Return the lines below the table: about each layout that differs, and how many do."""
     different = [verdict for verdict in verdicts if not verdict.agrees]
     if not different:
         agree = f"all {len(verdicts)} layouts agree" if len(verdicts) > 1 else "the layout agrees"
@@ -474,7 +493,7 @@ def summary(verdicts: Sequence[Verdict]) -> str:
 
 
 def _explanation(verdict: Verdict) -> str:
-    """Return where a layout differs in its first bad case, the earliest module first."""
+    """Return lines that say where a layout differs, in the first of its cases that does."""
     if verdict.failure:
         return f"{verdict.layout}: {verdict.failure}"
     wrong = {case: found for case, found in verdict.cases.items() if not found.agree}
@@ -484,7 +503,10 @@ def _explanation(verdict: Verdict) -> str:
 
 
 def _faults(found: Differences) -> list[str]:
-    """Return a line for each kind of difference: outputs, loss, gradients, weights, transfers."""
+    """Return a line for each kind of difference that exceeds the tolerance.
+
+    First the earliest module in the forward, or the loss; then gradients, weights and transfers.
+    """
     first = found.first_output
     faults = []
     if first is not None:

@@ -1,4 +1,4 @@
-"""Forked processes as ranks over gloo, for commands that compute on CPU in one process."""
+"""`run_ranks`: runs a function on forked gloo ranks, on the CPUs of this machine."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ __all__ = ["RankError", "run_ranks"]
 
 
 class RankError(RuntimeError):
-    """A rank raised, died, or did not answer in time; the text names it and has its traceback."""
+    """A rank raised, died, or did not answer in time; the text says which, with its traceback."""
 
 
 def run_ranks(
@@ -32,8 +32,9 @@ def run_ranks(
 ) -> list[Any]:
     """Run `fn(rank, *args)` on `world_size` forked ranks and return the results in rank order.
 
-    Ranks start with a copy of this process's memory, so arguments need not be picklable; results
-    must be. All ranks are ended before this returns. Raises RankError for the first that fails.
+    Ranks start with a copy of this process's memory, so `fn` and its arguments need not be
+    picklable; results must be. All ranks have ended when this returns. Raises RankError for the
+    first rank that fails.
     """
     context = mp.get_context("fork")
     with tempfile.TemporaryDirectory() as folder:
@@ -46,7 +47,8 @@ def run_ranks(
                 daemon=True,
             )
             process.start()
-            # Only the child holds the sending end, so its death closes the pipe.
+            # Close the sending end here: only the child has it then, so the pipe ends if the child
+            # dies, and `_collect` does not wait for the timeout.
             sender.close()
             pipes.append(receiver)
             processes.append(process)
@@ -59,7 +61,7 @@ def run_ranks(
 
 
 def _collect(pipes: list[Connection], processes: list[Any], timeout_seconds: float) -> list[Any]:
-    """Wait for the results of all ranks; the pipe of a rank that died raises EOFError."""
+    """Return the results of all ranks in rank order; raise RankError for the first that fails."""
     deadline = time.monotonic() + timeout_seconds
     results: dict[int, Any] = {}
     while len(results) < len(pipes):
@@ -79,7 +81,7 @@ def _collect(pipes: list[Connection], processes: list[Any], timeout_seconds: flo
 
 
 def _describe_death(rank: int, process: Any) -> str:
-    """Return a sentence about a rank that ended without a result, with its signal if it had one."""
+    """Return a sentence about a rank that ended without a result, with the signal that ended it."""
     process.join(5)
     code = process.exitcode
     if code is None or code >= 0:
@@ -97,8 +99,9 @@ def _rank_main(
     fn: Callable[..., Any],
     args: tuple[Any, ...],
 ) -> None:
-    # Never collect the parent's garbage here: an object such as a store or a compiler may, when
-    # freed, wait for threads that only the parent has.
+    """Run `fn` on a forked rank, send its result or traceback to the parent, and exit."""
+    # Never collect the parent's garbage here: when a store or a compiler is freed, it may wait for
+    # its threads, which a fork does not copy.
     gc.freeze()
     torch.set_num_threads(1)
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank))
@@ -106,7 +109,7 @@ def _rank_main(
     error, result = "", None
     try:
         store = FileStore(os.path.join(folder, "store"), world_size)
-        # The timeout ends ranks whose parent was killed.
+        # If the parent is killed, no one ends the ranks: their collectives then time out.
         timeout = timedelta(seconds=timeout_seconds)
         dist.init_process_group(
             "gloo", store=store, rank=rank, world_size=world_size, timeout=timeout
@@ -116,5 +119,7 @@ def _rank_main(
         error = traceback.format_exc()
     sender.send((result, error))
     sender.close()
-    time.sleep(60)  # the parent kills it once all have answered; a neighbor may still be connecting
-    os._exit(0)  # without destroying groups, which hangs if a neighbor has failed
+    # The parent kills this process when all ranks have answered. Until then keep its connections
+    # open: another rank may still be connecting.
+    time.sleep(60)
+    os._exit(0)  # do not destroy process groups, which hangs if another rank has failed

@@ -1,4 +1,4 @@
-"""Layouts that `isp check` and `isp.check` compare, and the words that name them."""
+"""`Layout`: the layouts that `isp check` and `isp.check` compare, and the names for them."""
 
 from __future__ import annotations
 
@@ -14,28 +14,32 @@ from isp.parity.subjects import Subject
 __all__ = ["TOKENS", "Layout", "fault_of", "layouts_of", "most_stages"]
 
 TOKENS = 48
-"""Least tokens of a row: enough for several documents longer than a small model's window."""
+"""Fewest tokens in a row. A small model has short windows of attention; a row has space for several
+documents that are longer."""
 
 _SIZES = (1, 2, 4)
-"""Sizes of tensor and weight groups for `all`."""
+"""Sizes of tensor and weight groups in the list `all`."""
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Sizes of one layout."""
+    """Mode and group sizes of a layout; `str` gives the name that `--layouts` takes."""
 
     tensor: int
+    """Size of the tensor group."""
     weight: int
+    """Size of the weight group."""
     mode: Mode = Mode.ISP
     context: int = 1
-    """Size of the context groups within a tensor group."""
+    """Size of the context groups inside a tensor group."""
     pipeline: PipelineConfig = field(default_factory=PipelineConfig)
     expert: int = 1
-    """Ranks with different experts of a layer."""
+    """Value of `parallel.expert.size`: number of ranks that share the experts of a layer."""
 
     @property
     def num_ranks(self) -> int:
         """Return the least number of ranks that the layout needs."""
+        # A weight group may have several tensor groups, or a tensor group several weight groups.
         return math.lcm(self.tensor, self.weight) * self.pipeline.size
 
     def __str__(self) -> str:
@@ -53,8 +57,8 @@ class Layout:
         return f"{self.mode} {self.tensor}"
 
     def of(self, base: ParallelConfig) -> ParallelConfig:
-        """Return `base` with the sizes of this layout."""
-        # Keys of gathering apply to isp mode only.
+        """Return `base` with the mode and sizes of this layout."""
+        # Keys about gathering weights are refused in modes that do not gather.
         weight = base.weight if self.mode.gathers_weights else WeightConfig()
         return ParallelConfig(
             tensor=replace(base.tensor, size=self.tensor, mode=self.mode),
@@ -72,7 +76,7 @@ class Layout:
 
 
 def fault_of(subject: Subject, layout: Layout, parallel: ParallelConfig) -> str:
-    """Return the reason why the model cannot be split so; empty if it can."""
+    """Return the reason why the model cannot be split in `layout`; "" if it can."""
     try:
         subject.language_model(1.0).check_layout(layout.of(parallel), layout.tensor * TOKENS)
     except ValueError as error:
@@ -83,14 +87,15 @@ def fault_of(subject: Subject, layout: Layout, parallel: ParallelConfig) -> str:
 def layouts_of(
     names: str, subject: Subject, parallel: ParallelConfig
 ) -> tuple[list[Layout], list[str]]:
-    """Return the layouts that `names` lists.
+    """Return the layouts that `names` lists, and sentences about those that "all" leaves out.
 
-    With "all", return those that the model can be split in, and a sentence about the others.
-    Raises ConfigError for an unknown name, and if the model cannot be split at all.
+    "all" has a list of layouts, without those that the model cannot be split in. Raises ConfigError
+    for an unknown name, and if the model cannot be split in any layout of "all".
     """
     if names != "all":
         found = [_layout(name.strip(), names) for name in names.split(",")]
         return list(dict.fromkeys(found)), []
+    # Isp mode, isp mode with context groups, other modes; with experts also over several ranks.
     every = [Layout(tensor, weight) for tensor in _SIZES for weight in _SIZES]
     every += [_with_context(*sizes) for sizes in ((1, 2, 1), (2, 2, 4), (1, 4, 2))]
     others = (mode for mode in Mode if not mode.gathers_weights)
@@ -110,18 +115,24 @@ def layouts_of(
 
 
 def most_stages(names: str) -> int:
-    """Return the largest number of pipeline stages in `names`, and at least 2."""
+    """Return the largest number of pipeline stages of the layouts in `names`, but at least 2."""
     found = [] if names == "all" else [_layout(name.strip(), names) for name in names.split(",")]
     return max([2, *(x.pipeline.size * x.pipeline.num_chunks for x in found)])
 
 
 def _with_context(head: int, context: int, weight: int) -> Layout:
-    """Return the layout with `head` x `context` tensor ranks."""
+    """Return the isp layout with head groups of size `head` and context groups of `context`.
+
+    They form tensor groups of `head` x `context` ranks.
+    """
     return Layout(head * context, weight, context=context)
 
 
 def _layout(name: str, text: str) -> Layout:
-    """Parse one name; suffixes for the pipeline and for experts come off first."""
+    """Return the layout called `name`; raise ConfigError for other names, with `text`, the list.
+
+    Ends of the name for the pipeline and for experts are cut off first, one in each call.
+    """
     if cut := re.fullmatch(r"(.+) (\w+) ([2-9])(?:x([2-9]))?", name):
         schedule = next((s for s in PipelineSchedule if s.lower() == cut[2].lower()), None)
         if schedule is not None:

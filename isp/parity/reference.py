@@ -1,4 +1,4 @@
-"""The plain model, unsharded, document by document: the reference for every layout.
+"""The reference for all layouts: a step of the plain model, unsharded, one document at a time.
 
 R rows, S sequence, V vocabulary
 """
@@ -35,17 +35,20 @@ __all__ = [
 
 
 class GlobalBatch(NamedTuple):
-    """Global batch of a step."""
+    """The global batch of a step, as rows of documents."""
 
     tokens: Tensor
     """Token ids [R, S]."""
     labels: Tensor
     """Labels [R, S]; `IGNORED` where there is nothing to predict."""
     lengths: tuple[tuple[int, ...], ...]
-    """Lengths of the documents of each row, in tokens."""
+    """For each row, the lengths of its documents in tokens."""
 
     def micro_batches(self, first: int, count: int, *, packed: bool) -> list[MicroBatch]:
-        """Return `count` rows from `first` on; if `packed`, in two micro-batches if it can be."""
+        """Return rows `first` to `first + count` as one micro-batch, or as two if `packed`.
+
+        A single packed row is one micro-batch.
+        """
         if not packed:
             part = slice(first, first + count)
             positions = torch.arange(self.tokens.shape[1]).expand(count, -1)
@@ -54,20 +57,22 @@ class GlobalBatch(NamedTuple):
         return [self._packed(a, b) for a, b in zip([first, *ends], ends, strict=False)]
 
     def _packed(self, start: int, stop: int) -> MicroBatch:
-        """Join rows into one sequence [1, n S], with positions that restart at each document."""
+        """Return rows `start` to `stop` as one packed sequence [1, n S]."""
         lengths = [length for of_row in self.lengths[start:stop] for length in of_row]
         return MicroBatch(
             self.tokens[start:stop].reshape(1, -1),
             self.labels[start:stop].reshape(1, -1),
+            # Positions restart at each document; the bounds are 0 and the end of each document.
             torch.cat([torch.arange(length) for length in lengths]).unsqueeze(0),
             F.pad(torch.tensor(lengths).cumsum(0), (1, 0)).to(torch.int32),
         )
 
 
 def make_rows(rows: int, length: int, vocab_size: int, *, packed: bool) -> GlobalBatch:
-    """Return random tokens; if `packed`, in documents of unequal lengths, one of a single token.
+    """Return `rows` rows of `length` random tokens, each one document, or several if `packed`.
 
-    A few labels are missing at random, so that ranks have different numbers of labels.
+    Packed documents have unequal lengths, and one has a single token. A tenth of the labels is
+    missing at random, so that ranks have different numbers of labels.
     """
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(3, vocab_size, (rows, length), generator=generator)
@@ -87,7 +92,7 @@ def make_rows(rows: int, length: int, vocab_size: int, *, packed: bool) -> Globa
 
 
 class Reference(NamedTuple):
-    """Results of a step of the plain model."""
+    """Results of a step of the plain model, which layouts are compared with."""
 
     rows: GlobalBatch
     loss: float
@@ -95,11 +100,11 @@ class Reference(NamedTuple):
     start: dict[str, Tensor]
     """The weights before the step, by name."""
     gradients: dict[str, Tensor]
-    """Gradients before clipping."""
+    """Gradients before clipping, by name."""
     weights: dict[str, Tensor]
-    """Weights after the step."""
+    """Weights after the step, by name."""
     outputs: dict[str, Tensor]
-    """Outputs [R, S, ..] by module, in forward order; only modules with such outputs."""
+    """Outputs [R, S, ..] by module, in the order of the forward; others have no such outputs."""
 
 
 def make_reference(
@@ -109,12 +114,13 @@ def make_reference(
     max_norm: float,
     layouts: Mapping[str, ParameterLayout],
 ) -> Reference:
-    """Run a step of the plain model, one document at a time.
+    """Train a step of the plain model, one document at a time, and return its results.
 
-    The update is torch's AdamW and Muon's formula. `layouts` has the parameters of the whole model.
+    The update is that of torch's AdamW, and for Muon its formula. `layouts` has the trained
+    parameters of the whole model.
     """
     plain = subject.plain()
-    parameters = dict(plain.named_parameters())  # shared ones once
+    parameters = dict(plain.named_parameters())  # a shared parameter once
     start = {name: p.detach().clone() for name, p in parameters.items()}
     valid = int((rows.labels != IGNORED).sum())
     outputs = Outputs()
@@ -132,8 +138,8 @@ def make_reference(
                 (loss / valid).backward()
                 total += loss.detach() / valid
                 end += length
-    # A weight without a layout is not trained by layouts, and should have no gradient. One that
-    # does have a gradient is included, so that the comparison fails.
+    # A weight that is not in `layouts` is not trained by a run, so it should have no gradient. If
+    # it has one, include it: the comparison then fails.
     trained = {
         name: p
         for name, p in parameters.items()
@@ -161,11 +167,14 @@ def _updated(
     layouts: Mapping[str, ParameterLayout],
     decayed: Collection[str],
 ) -> dict[str, Tensor]:
-    """Return the weights after a step of torch's AdamW, which decays as Muon does."""
+    """Return the weights after a step of torch's AdamW, and of Muon for those it updates.
+
+    `decayed` has the names of weights with weight decay.
+    """
     groups, moved = [], {}
     for name, parameter in parameters.items():
         known = layouts[name].matrices if name in layouts else None
-        # The run's `decays` is not used: `decayed` is found independently, so that errors show.
+        # Do not use the run's own `decays`: `decayed` is independent, so that mistakes in it show.
         values = group_values(name, config, decays=name in decayed, matrices=known)
         rate = config.lr * values.lr_scale
         groups.append({"params": [parameter], "lr": rate, "weight_decay": values.weight_decay})
@@ -178,7 +187,7 @@ def _updated(
         parameter, matrices = parameters[name], matrices_of(name, layouts[name], config)
         assert parameter.grad is not None
         updates[name] = rate * _orthogonal(parameter.grad, matrices, config.muon)
-        # AdamW then only decays the weight, as Muon does.
+        # AdamW decays weights as Muon does. With a zero gradient that is all it does.
         parameter.grad.zero_()
     betas = config.of_adamw("beta1"), config.of_adamw("beta2")
     torch.optim.AdamW(groups, betas=betas, eps=config.of_adamw("eps")).step()
@@ -186,16 +195,16 @@ def _updated(
 
 
 def _decayed(model: nn.Module) -> set[str]:
-    """Return the names of the weights that a plain loop would decay.
+    """Return the names of the weights that should have weight decay: no vectors, biases or norms.
 
-    The check must see what a run reads wrongly, so nothing of the run's own reading is used: for
-    models of transformers, transformers' Trainer is asked. Vectors are never decayed.
+    The check has to find mistakes of a run in this choice, so it uses no code of the run. For a
+    model of transformers the choice is that of transformers' Trainer.
     """
     if hasattr(model, "set_attn_implementation"):
         from transformers.trainer import Trainer
 
         of_trainer: Any = Trainer.get_decay_parameter_names
-        names = set(of_trainer(None, model))  # it reads nothing of `self`
+        names = set(of_trainer(None, model))  # the method does not read `self`
     else:
         names = {name for name, _ in model.named_parameters() if not _is_norm_or_bias(name)}
     of_norms = {
@@ -208,15 +217,17 @@ def _decayed(model: nn.Module) -> set[str]:
 
 
 def _is_norm_or_bias(name: str) -> bool:
+    """Return True if a parameter is a bias or belongs to a norm, judged by its name."""
     parts = name.lower().split(".")
     words = any(word in name.lower() for word in ("bias", "layernorm", "rmsnorm"))
     return words or any(part == "norm" or part.endswith("_norm") for part in parts)
 
 
 def _orthogonal(gradient: Tensor, matrices: Sequence[Matrix], keys: MuonConfig) -> Tensor:
-    """Return the first update of Muon at learning rate 1.
+    """Return Muon's first update for a gradient, at learning rate 1.
 
-    Each matrix is handled on its own and in its own dtype; `torch.optim.Muon` would use bfloat16.
+    A parameter may consist of several `matrices`, each orthogonalized alone. They stay in their own
+    dtype, while `torch.optim.Muon` would use bfloat16.
     """
     found, update = torch.empty_like(gradient), (1 - keys.momentum) * gradient
     if keys.nesterov:
@@ -230,7 +241,10 @@ def _orthogonal(gradient: Tensor, matrices: Sequence[Matrix], keys: MuonConfig) 
 
 
 def orthogonal(u: Tensor, keys: MuonConfig) -> Tensor:
-    """Orthogonalize one matrix [A, B] by the formula of `torch.optim.Muon`, in its own dtype."""
+    """Orthogonalize a matrix [A, B] by Newton-Schulz steps as `torch.optim.Muon`, in its dtype.
+
+    Each step is x -> a x + (b G + c G^2) x with G = x x^T.
+    """
     a, b, c = keys.ns_coefficients
     x = u / max(u.square().sum().sqrt().item(), keys.eps)
     for _ in range(keys.ns_steps):
@@ -240,7 +254,7 @@ def orthogonal(u: Tensor, keys: MuonConfig) -> Tensor:
 
 
 def modules_of(chunks: Iterable[StageModule]) -> dict[str, nn.Module]:
-    """Return all modules of the chunks' parts, by their names in the model."""
+    """Return all modules of a rank's model chunks, by their names in the whole model."""
     return {
         f"{name}.{below}" if below else name: module
         for chunk in chunks
@@ -250,14 +264,14 @@ def modules_of(chunks: Iterable[StageModule]) -> dict[str, nn.Module]:
 
 
 class Outputs:
-    """Recorder of module outputs, in the order of calls."""
+    """Records outputs of modules, by name, in the order of their calls."""
 
     def __init__(self) -> None:
         self._found: dict[str, list[Tensor]] = {}
 
     @contextmanager
     def of(self, modules: dict[str, nn.Module]) -> Iterator[None]:
-        """Record outputs of `modules` in this context."""
+        """Context in which outputs of `modules` are recorded."""
         hooks = [m.register_forward_hook(self._noting(name)) for name, m in modules.items()]
         try:
             yield
@@ -271,9 +285,9 @@ class Outputs:
         return found
 
     def as_rows(self, rows: int, length: int) -> dict[str, Tensor]:
-        """Return outputs of documents [1, n, ..] joined to [R, S, ..].
+        """Return and clear the recorded outputs, of documents [1, n, ..], joined to [R, S, ..].
 
-        Modules are left out if they did not see each token once.
+        Modules are left out unless they had each token once.
         """
         joined = {}
         for name, parts in self.take().items():
@@ -285,13 +299,13 @@ class Outputs:
         return joined
 
     def _noting(self, name: str) -> Callable[..., None]:
-        """Return a hook that records outputs of module `name`."""
+        """Return a forward hook that records outputs of module `name`."""
 
         def note(module: nn.Module, inputs: Any, output: Any) -> None:
             # Modules of transformers may return a tuple, whose first item is the hidden states.
             first = output[0] if isinstance(output, tuple) and output else output
             if isinstance(first, Tensor) and first.dim() >= 3:
-                # Clone, since the loss overwrites logits in place.
+                # Clone: the loss overwrites logits in place.
                 self._found.setdefault(name, []).append(first.detach().clone())
 
         return note

@@ -1,4 +1,4 @@
-"""Small models for `isp check`, from a Hugging Face configuration or the decoder's keys."""
+"""`Subject`: a small model for `isp check`, made from a Hugging Face folder, keys, or a module."""
 
 from __future__ import annotations
 
@@ -25,20 +25,24 @@ from model.decoder import Decoder
 __all__ = ["Subject", "num_blocks", "read_folder"]
 
 _TILE_TOKENS, _LOSS_CHUNK_TOKENS, _SEGMENT = 5, 7, 2
-"""Upper limits for a small model: with more it would have only one tile, chunk or segment."""
+"""Upper limits of these keys for a small model: with larger values it would have one tile, loss
+chunk or segment, and the check would not see what goes wrong between two."""
 
 _DEFAULT = ModelConfig()
 
 
 def num_blocks(stages: int, how: ModelConfig) -> int:
-    """Return the number of blocks for `stages` stages: two segments each if `how` has segments."""
+    """Return how many blocks a small model needs for `stages` pipeline stages.
+
+    That is one for each stage, or two segments for each if `how` recomputes by segments.
+    """
     return stages * (_SEGMENT + 1 if how.checkpoint_segment else 1)
 
 
 class Subject:
-    """A small model that is checked, both plain and as a run builds it.
+    """A small model to check, in two forms: plain, and as a run builds it.
 
-    `how` says how it is computed; its keys for sizes are not read.
+    `how`: the `model` section, which says how the model is computed; its sizes are not read.
     """
 
     def __init__(self, name: str, model: nn.Module, how: ModelConfig) -> None:
@@ -52,31 +56,31 @@ class Subject:
         self._traced = TracedModel(
             model,
             recomputation=how.recomputation,
-            in_place=False,
+            in_place=False,  # the plain copies need the model's own modules, unchanged
             loss_chunk_tokens=chunk,
             allow_unchecked=how.allow_unchecked,
-            # `in_place=False`: the plain copies need the model's own modules.
         )
         self.vocab_size = min(self._traced.vocab_rows, self._traced.vocab_size)
 
     @classmethod
     def of_config(cls, config: Any, layers: int = 2, how: ModelConfig = _DEFAULT) -> Subject:
-        """Return a small model with the structure of a large model of transformers.
+        """Return a small model of transformers with the structure of the one in `config`.
 
-        It has at least `layers` layers, if the large model has.
+        It has at least `layers` layers, unless the large model has fewer.
         """
         return cls(config.model_type, tiny_model(config, layers), how)
 
     @classmethod
     def of_module(cls, model: nn.Module, how: ModelConfig = _DEFAULT) -> Subject:
-        """Return a copy of your own module in float64 on the CPU, without dropout."""
+        """Return a copy of a user's module, weights included, in float64 on CPU; no dropout."""
         copied = copy.deepcopy(model).to("cpu").eval()
         return cls(type(model).__name__, kept_in_float64(copied), how)
 
     @classmethod
     def of_decoder(cls, config: ModelConfig, layers: int = 2) -> Subject:
-        """Return a small decoder with the options of `config`, computed as its keys say."""
-        # Fewer heads, but so that a layout that a run refuses is refused here, too.
+        """Return a small decoder of `model/` with the options of `config`, computed as it says."""
+        # Fewer heads, but divisible by 2 and 4 only if those of `config` are: a layout in which
+        # the large model cannot be split is then refused for the small one, too.
         kv_heads = fewer_heads(config.kv_heads)
         small = replace(
             config,
@@ -99,14 +103,14 @@ class Subject:
         decoder = Decoder(small).double()
         with torch.no_grad():
             for parameter in decoder.parameters():
-                # Initial norms of 1 and biases of 0 would hide errors in them.
+                # Change the initial 1 of norms and 0 of biases, which would hide mistakes in them.
                 if parameter.dim() < 2:
                     parameter.add_(torch.randn_like(parameter), alpha=0.1)
         return cls.of_module(decoder, config)
 
     @property
     def ways(self) -> str:
-        """Description of how the plain model and the layouts compute, with versions."""
+        """How the plain model and the layouts compute, in words, with versions of packages."""
         ways = f"torch {torch.__version__}"
         if not hasattr(self.model, "set_experts_implementation"):
             return ways
@@ -120,8 +124,9 @@ class Subject:
     def plain(self) -> nn.Module:
         """Return a copy of the plain model with the initial weights.
 
-        A transformers model uses eager attention and computes its experts one by one. Layouts
-        compute as a run does, in particular with grouped products of experts.
+        A model of transformers uses eager attention and computes its experts one by one, so that
+        the reference is the simplest code. Layouts compute as a run does: experts by grouped
+        products.
         """
         model: Any = copy.deepcopy(self.model)
         for choose in ("set_attn_implementation", "set_experts_implementation"):
@@ -134,9 +139,9 @@ class Subject:
         return self._traced.interface.forward(plain, ids, positions)
 
     def language_model(self, checkpoint: float) -> TracedModel:
-        """Return the model to build for a layout.
+        """Return the traced model, from which `build_model` makes that of a layout.
 
-        `checkpoint` 0 recomputes no block; 1 recomputes as many as the run's keys say, or all.
+        With `checkpoint` 0 it recomputes no block; with 1 as many as the keys say, or else all.
         """
         recomputation = self._recomputation
         part = checkpoint * (recomputation.checkpoint or 1.0)
@@ -148,10 +153,10 @@ class Subject:
 
 
 def read_folder(folder: Path, overrides: Mapping[str, Any] | None = None) -> Any:
-    """Return the configuration in a Hugging Face folder, without reading weights.
+    """Return transformers' configuration of the model in a Hugging Face folder; reads no weights.
 
-    `overrides` is `model.hf_overrides`. Raises ValueError if the folder has no configuration, or
-    one of a model that transformers does not know.
+    `overrides` is `model.hf_overrides`. Raises ValueError if the folder has no config.json, or that
+    of a model that transformers does not know.
     """
     kind = read_json(folder / "config.json").get("model_type")
     require(str(folder), "transformers")

@@ -1,6 +1,6 @@
-"""`StepData`: the micro-batches of each step, read by one rank of each tensor group and shared.
+"""`StepData`: the micro-batches of each step, read by one rank of each tensor group and broadcast.
 
-n micro-batches of a step, S tokens of a packed row
+n micro-batches in a step, S tokens in a packed row
 """
 
 from __future__ import annotations
@@ -36,7 +36,10 @@ _TAG = Tag(Purpose.DATA, tensor="data")
 
 
 def check_data(config: JobConfig) -> None:
-    """Raise ValueError or FileNotFoundError for missing data; reads first lines at most."""
+    """Check that the data and the tokenizer of `config` exist and fit together and the model.
+
+    Reads the first lines of files at most. Raises ValueError or FileNotFoundError.
+    """
     data = config.data
     tokenizer = load_tokenizer(data.tokenizer, eos_token=data.eos_token)
     _check_vocabulary(config, tokenizer)
@@ -44,7 +47,7 @@ def check_data(config: JobConfig) -> None:
 
 
 def open_for_rank(config: JobConfig, topology: Topology, rank: int) -> Datasets | None:
-    """Open the datasets if this rank reads for its tensor group; else return None.
+    """Open the datasets on the first rank of each tensor group; return None on other ranks.
 
     Raises ValueError or FileNotFoundError if they cannot be read or do not fit the model.
     """
@@ -66,7 +69,7 @@ def _check_vocabulary(config: JobConfig, tokenizer: Tokenizer) -> None:
 
 
 class _Read(NamedTuple):
-    """A step's micro-batches on the rank that reads them, before they are shared."""
+    """A step's micro-batches on the rank that reads them, before the broadcast."""
 
     tensors: Tensor
     """Result of `stacked`."""
@@ -75,7 +78,11 @@ class _Read(NamedTuple):
 
 
 class StepData:
-    """Gives the micro-batches of each step, and reads the next step ahead until it is left."""
+    """Reader of a run's data: the micro-batches of each step, and of evaluations.
+
+    One rank of each tensor group reads, in a thread that is one step ahead, and broadcasts to the
+    others. Leaving the object as a context stops the thread.
+    """
 
     def __init__(
         self, config: JobConfig, datasets: Datasets | None, mesh: Mesh, device: torch.device
@@ -97,9 +104,9 @@ class StepData:
             self._valid = [datasets.valid]
         self._reader: Prefetcher[_Read] | None = None
         self._places: dict[int, Plain] = {}
-        """Places in the stream where the step read last and the next one begin, by step."""
+        """Places in the stream where steps begin, for the step read last and the next one."""
         self._stream: StreamDataset | MixedDataset | None = None
-        rank, size = self._replica.rank, self._replica.size
+        data_rank, data_size = self._replica.rank, self._replica.size
         self._samples = config.sequences(mesh.topology)
         """Number of sequences in a step, over all ranks."""
         if datasets is not None:
@@ -114,10 +121,10 @@ class StepData:
 
             def read(step: int) -> _Read:
                 """Read this data rank's micro-batches of `step`; runs in the reader's thread."""
-                batches = sampler.micro_batches(step, rank, size)
+                batches = sampler.micro_batches(step, data_rank, data_size)
                 if self._stream is not None:
-                    # Kept for two steps: a checkpoint after this step asks where the next begins,
-                    # when the reader may have read that one too.
+                    # Keep two steps: a checkpoint saved after this step needs the place where the
+                    # next step begins, and the reader may have read that step already.
                     place = self._stream.tell((step + 1) * self._samples)
                     self._places = {step: self._places.get(step), step + 1: place}
                 return _Read(stacked(batches, device), [batch.padding for batch in batches])
@@ -125,16 +132,18 @@ class StepData:
             self._reader = Prefetcher(read, num_steps=config.training.steps)
 
     def tell(self, step: int) -> Plain:
-        """Return the place in the stream where `step` begins, to be saved in checkpoints.
+        """Return the place in the stream where `step` begins, for a checkpoint.
 
-        Returns None without a stream, and on ranks that have not read the step before.
+        Returns None without a stream, on ranks that do not read, and unless the step before `step`
+        has been read.
         """
         return self._places.get(step)
 
     def seek(self, step: int, place: Any) -> None:
-        """Begin `step`, the first one that is read, at a `place` that `tell` returned.
+        """Set where in the stream the run's first step, `step`, is read from.
 
-        None, with a warning, is the beginning of each source.
+        `place` is a result of `tell`. None means the beginning of each source, with a warning.
+        Without a stream it does nothing.
         """
         if self._stream is None or step == 0:
             return
@@ -147,7 +156,7 @@ class StepData:
         self._stream.seek(step * self._samples, place)
 
     def training(self, step: int) -> list[MicroBatch]:
-        """Return the `micro_num` micro-batches of `step`, counted from 0.
+        """Return the `micro_num` micro-batches of `step`, counted from 0; a collective.
 
         Only ranks that read have `MicroBatch.padding`; it is empty on others.
         """
@@ -158,10 +167,11 @@ class StepData:
         return [replace(b, padding=rows) for b, rows in zip(batches, read.padding, strict=True)]
 
     def validation(self, source: int) -> Iterator[list[MicroBatch]]:
-        """Yield held-out micro-batches of one of `data.valid_parts`, at most `micro_num` at a time.
+        """Yield held-out micro-batches of `data.valid_parts[source]`, up to `micro_num` at a time.
 
         They are the same each time and do not depend on other sources. `validation.steps` counts
-        global batches, so which samples are used depends only on the global batch size.
+        global batches, so the samples depend on the global batch size and not on the layout. Each
+        item is a collective over the tensor group.
         """
         data, ranks = self._data, self._replica
         read: Iterator[MicroBatch] = iter(())
@@ -175,14 +185,16 @@ class StepData:
             )
         while True:
             batches = list(islice(read, self._num_micro_batches))
-            shared = torch.tensor([len(batches)])  # ranks that do not read do not know the end
-            self._host.broadcast_(shared, tag=_TAG).wait()
-            if (count := int(shared.item())) == 0:
+            # Only ranks that read know where the data ends: send the count, or others would wait
+            # for micro-batches that never come.
+            num_batches = torch.tensor([len(batches)])
+            self._host.broadcast_(num_batches, tag=_TAG).wait()
+            if (count := int(num_batches.item())) == 0:
                 return
             yield self._share(stacked(batches, self._device) if batches else None, count)
 
     def _share(self, read: Tensor | None, count: int) -> list[MicroBatch]:
-        """Return `count` micro-batches on each rank of the tensor group; see the function."""
+        """Return `count` micro-batches on each rank of the tensor group: `share_micro_batches`."""
         data = self._data
         rows = (1, data.micro_bsz * data.seq_len) if data.pack else (data.micro_bsz, data.seq_len)
         return share_micro_batches(
@@ -219,7 +231,7 @@ def share_micro_batches(
     host: Channel,
     device: torch.device,
 ) -> list[MicroBatch]:
-    """Return the micro-batches of a step on all ranks of a tensor group, by one broadcast.
+    """Broadcast the micro-batches of a step to all ranks of a tensor group, and return them.
 
     `read` is the result of `stacked` on the group's first rank, None on others; each micro-batch
     has `shape` (rows, tokens). On CUDA the bounds of documents, which are needed in host memory,
@@ -232,16 +244,23 @@ def share_micro_batches(
     tensor.broadcast_(payload, tag=_TAG).wait()
     starts = _starts(payload, read, host) if packed else ()
     bounds = map(document_bounds, starts) if packed else [None] * micro_num
-    rows = zip(*payload.unbind(1), bounds, strict=True)
-    return [MicroBatch(*of_one) for of_one in rows]
+    # unbind: tokens, labels and positions, each [n, rows, tokens].
+    fields = zip(*payload.unbind(1), bounds, strict=True)
+    return [MicroBatch(*of_one) for of_one in fields]
 
 
 def _starts(payload: Tensor, read: Tensor | None, host: Channel) -> Tensor:
-    """Return which tokens begin a document (position 0): bool [n, S], in host memory."""
+    """Return a mask of the tokens that begin a document (position 0): bool [n, S], in host memory.
+
+    `payload` is [n, 3, 1, S] on the device, after the broadcast; `read` is the same in host memory
+    on the rank that read it, else None.
+    """
     if payload.device.type == "cpu":
-        return payload[:, 2, 0] == 0
+        return payload[:, 2, 0] == 0  # positions of the single packed row
+    # On CUDA, a copy of the payload back to the host would wait for all work on the device. So the
+    # mask is made from `read` and broadcast between hosts, at one bit a token.
     num_rows, num_tokens = payload.shape[0], payload.shape[-1]
-    bits = torch.empty(num_rows, -(-num_tokens // 8), dtype=torch.uint8)  # one bit for each token
+    bits = torch.empty(num_rows, -(-num_tokens // 8), dtype=torch.uint8)
     if read is not None:
         bits = torch.from_numpy(np.packbits(read[:, 2, 0].numpy() == 0, axis=1))
     host.broadcast_(bits, tag=_TAG).wait()

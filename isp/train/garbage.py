@@ -1,4 +1,4 @@
-"""Garbage collection and the release of freed host memory, on all ranks after the same step."""
+"""Garbage collection and release of freed host memory, after the same step on all ranks."""
 
 from __future__ import annotations
 
@@ -12,35 +12,33 @@ __all__ = ["collected_every"]
 
 @contextmanager
 def collected_every(steps: int) -> Iterator[Callable[[int], None]]:
-    """Yield a function that collects garbage when it is called with a multiple of `steps`.
+    """Turn Python's collector off, and yield a function that collects every `steps` steps.
 
-    In this context Python does not collect on its own, unless `steps` is 0. Python looks through
-    all objects whenever enough have been created: on each rank in another step, so that each time
-    all ranks wait for one. A step leaves no tensor to be collected. Source: torchtitan's and
-    Megatron-LM's manual garbage collection.
+    Call the function with the number of each step after it. With `steps` 0, Python collects as
+    usual and the function does nothing.
 
-    [Note: Freed host memory] glibc gives free pages back to the system at the same time. Packed
-    sequences have documents of other lengths in each step, so on CPU the tensors of a step fit
-    badly into the holes of the previous one: memory in use stays the same, but the heap around it
-    grows for hundreds of steps. Fixed thresholds for mmap would prevent that too, at the cost of a
-    page fault for each page of each step.
+    Python starts a collection when enough objects have been created, which happens on each rank
+    after another step: each time all other ranks wait for that rank. A step leaves no tensor to be
+    collected. Source: manual garbage collection of torchtitan and Megatron-LM. Each collection also
+    gives free heap pages back to the system. See [Note: Freed host memory] in
+    docs/design/notes/train.md.
     """
     release = _malloc_trim()
 
     def after(step: int) -> None:
-        """Collect young objects and give free memory back, if it is time after `step`."""
+        """Collect young objects and give free memory back if `step` is a multiple of `steps`."""
         if steps and step % steps == 0:
-            gc.collect(1)
-            release(0)
+            gc.collect(1)  # a collection of the oldest generation would look through all objects
+            release(0)  # [Note: Freed host memory]
 
-    by_itself = gc.isenabled()
+    was_enabled = gc.isenabled()
     if steps:
-        gc.collect()  # what the setup has left, of all generations
+        gc.collect()  # remove garbage of the setup, of all generations: later ones skip the oldest
         gc.disable()
     try:
         yield after
     finally:
-        if by_itself:
+        if was_enabled:
             gc.enable()
 
 

@@ -1,4 +1,4 @@
-"""A run from start to end: `main` is `isp train` on each rank."""
+"""A training run from start to end: `main` is what `isp train` runs on each rank."""
 
 from __future__ import annotations
 
@@ -38,41 +38,46 @@ logger = logging.getLogger(__name__)
 
 
 class ChooseExchange(Protocol):
-    """Chooses how context ranks exchange keys and values (`isp.planner.exchange`)."""
+    """Type of the function that chooses how context ranks exchange keys and values.
+
+    The planner has one (`isp.planner.exchange`). `isp.train` may not import the planner, so it is
+    an argument of `main`.
+    """
 
     def __call__(
         self, config: JobConfig, world_size: int, memory_bytes: int | None, *, on_cpu: bool
     ) -> tuple[JobConfig, str]:
-        """Return `config` with an exchange instead of `auto`, and the reason.
+        """Return `config` with `auto` replaced by an exchange, and the reason for the choice.
 
         `memory_bytes` is the memory of the smallest device; None if unknown.
         """
 
 
 GRACE_SECONDS = 15.0
-"""Time for ranks to report where they wait, after a collective has timed out on one of them."""
+"""Time that other ranks have to report where they wait, once a collective has timed out."""
 
 
 def main(
     config: JobConfig, *, store: Store | None = None, choose_exchange: ChooseExchange | None = None
 ) -> signal.Signals | None:
-    """Train as `config` describes, on this rank of torchrun's world, or alone.
+    """Train as `config` describes: on this rank of torchrun's world, or in this process alone.
 
     Returns the signal that stopped the run on this rank, after saving; None if it finished, or was
-    stopped by its time limit or by a signal of another rank.
-    `store` is a store that connects the ranks already. `choose_exchange` replaces `auto` in
-    `parallel.sequence_2D.exchange`; None: `auto` is a gather.
+    stopped by its time limit or by a signal to another rank.
+    `store`: a torch store that already connects the ranks; None: make one. `choose_exchange`
+    replaces `auto` in `parallel.sequence_2D.exchange`; None: `auto` means a gather.
 
     Raises ValueError (or OSError), before any process group starts, for mistakes in configuration
     and data; ValueError on all ranks if the run's folder cannot be opened; OutOfMemory; and
     CheckpointError, on rank 0 at the end, if the last checkpoint is not in `checkpoint.upload_to`.
     """
-    begin = time.monotonic()  # `training.max_time` includes the setup
+    begin = time.monotonic()  # before the setup, which counts toward training.max_time
     world = make_world(config, store)
     device = world.device
-    topology, asked = config.topology(world.size), config  # `asked`: to be saved as given
+    topology, given = config.topology(world.size), config  # config.yaml gets `given`
     config = config.for_ranks(world.size)
-    # Checks that need no process group: a mistake ends all ranks at once, with one message.
+    # These checks come before the process groups: every rank fails at once with the same message,
+    # and none waits for another in a collective.
     config.require_packages()
     check_models(config)
     local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
@@ -89,9 +94,9 @@ def main(
         folder = start.folder
         stack.enter_context(run_logging(folder.log_file(world.rank), rank=world.rank))
         here = tuple(RankPlace.here(device))
-        places = [RankPlace(*place) for place in exchange(mesh.host, here)]
+        places = [RankPlace(*place) for place in exchange(mesh.host, here)]  # a collective
         if world.rank == 0:
-            folder.describe(to_yaml(asked, redact=True), Environment.of(places).to_json())
+            folder.describe(to_yaml(given, redact=True), Environment.of(places).to_json())
         logger.info("%s\nrun folder  %s", topology.describe(), folder.path)
         if folder.logs is not None:
             logger.info("logs        %s, on the machine of each rank", folder.logs)
@@ -105,8 +110,8 @@ def main(
                 if dataset is not None:
                     logger.info("%-11s %s", name, dataset.summary)
             if isinstance(datasets.train, MixedDataset):
-                of_run = config.sequences(topology) * config.training.steps
-                shares = datasets.train.shares(of_run)
+                num_sequences = config.sequences(topology) * config.training.steps
+                shares = datasets.train.shares(num_sequences)
                 logger.info("%-11s in this run: %s", "mixture", shares)
             if isinstance(datasets.train, ExampleDataset):
                 logger.info("%-11s %s", "example", datasets.train.shown(datasets.tokenizer))
@@ -135,11 +140,11 @@ def main(
         stack.enter_context(trainer.checkpointer)
         grace_seconds = min(GRACE_SECONDS, config.comm.train_timeout_seconds)
         roll_call = RollCall(mesh.host, mesh.opened, grace_seconds=grace_seconds)
-        # Signals are handled only from here on: before, a signal ends the process, which loses
-        # nothing, even if it waits for other ranks.
+        # Handle signals only from here on: during the setup a signal simply ends the process. No
+        # step is lost then, and it also works in a collective that waits for other ranks.
         with stop, roll_call:
             finished = trainer.run()
-    # Raised only after all contexts have ended, so that no other rank still waits for this one.
+    # Raise only here, after all contexts have ended: some of them wait for all ranks.
     if finished and (fault := trainer.checkpointer.upload_fault) is not None:
         raise CheckpointError(
             f"training has finished, but {fault}: the same command, without checkpoint.load_step"
@@ -154,7 +159,7 @@ def _with_exchange(
     device: torch.device,
     choose: ChooseExchange | None,
 ) -> JobConfig:
-    """Return `config` with one exchange of keys and values for all context ranks; a collective."""
+    """Return `config` with the exchange of keys and values that `choose` picks; a collective."""
     if choose is None:
         if config.parallel.sequence_2D.exchange is ContextExchange.AUTO:
             logger.info("keys and values of other context ranks: gather (auto): not planned")
@@ -162,7 +167,7 @@ def _with_exchange(
     memory = 0
     if device.type == "cuda":
         memory = torch.cuda.get_device_properties(device).total_memory
-    # The smallest device decides, so that all ranks choose the same.
+    # All ranks pass the smallest memory of any rank: `choose` then returns the same on each.
     least = min(exchange(mesh.host, memory)) or None
     config, why = choose(config, mesh.topology.world_size, least, on_cpu=device.type == "cpu")
     logger.info("keys and values of other context ranks: %s", why)

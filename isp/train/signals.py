@@ -1,4 +1,4 @@
-"""Stop signals: the first ends a run after its step and a save, the second ends it at once."""
+"""Stop signals: the first ends a run after its current step and a save, the second at once."""
 
 from __future__ import annotations
 
@@ -16,31 +16,31 @@ __all__ = ["StopRequest", "heeded_signals"]
 logger = logging.getLogger(__name__)
 
 _URGENT = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-"""Signals that end a run: of Ctrl-C; of torchrun, `kill`, and Slurm at its time limit; of a
-terminal that is closed."""
+"""Stop signals of which a second one ends the process at once. SIGINT comes from Ctrl-C; SIGTERM
+from torchrun, `kill`, and Slurm at its time limit; SIGHUP from a closed terminal."""
 _EARLY = (signal.SIGUSR1,)
-"""Signals of a cluster before its time limit, such as Slurm's `--signal=USR1@300`."""
+"""Stop signals that a cluster sends ahead of its time limit, as Slurm's `--signal=USR1@300`."""
 
 
 def heeded_signals() -> list[signal.Signals]:
-    """Return the stop signals, without SIGHUP if it is ignored, as under `nohup`."""
+    """Return the signals that stop a run: all, except SIGHUP if it is ignored (under `nohup`)."""
     hangs_up = signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN
     return [n for n in (*_URGENT, *_EARLY) if n != signal.SIGHUP or hangs_up]
 
 
 class StopRequest:
-    """A context in which the first stop signal sets `received`, and a second one ends the process.
+    """Context in which the first stop signal sets `received`, and a second one ends the process.
 
     Signals are SIGINT, SIGTERM, SIGHUP and SIGUSR1. A SIGUSR1 announces that time is running out,
-    so it never counts as the second, and neither does the next signal. Signals within
-    `repeat_seconds` are the same request: launcher, Slurm and terminal may each pass it on.
+    so it never counts as the second, and neither does the signal after it. Signals within
+    `repeat_seconds` are one request: launcher, Slurm and terminal may each pass it on.
+
     Each rank has its own `received`: combine it over the ranks, so that all stop after the same
     step. Enter the context in the main thread. Processes forked inside it inherit it. With
     `keep_handlers`, handlers that other code has set, such as torchrun's, get the signals too.
 
-    [Note: Watcher] Python runs signal handlers between two instructions of the main thread, which
-    may be inside a collective that never ends because another rank is gone. So the signal's number
-    goes through a socket, to which the C part of the handler writes at once, to another thread.
+    A thread of its own receives the signals, because the main thread may be inside a collective
+    that never ends. See [Note: Watcher] in docs/design/notes/train.md.
     """
 
     def __init__(self, *, repeat_seconds: float = 1.0, keep_handlers: bool = False) -> None:
@@ -57,9 +57,10 @@ class StopRequest:
     def __enter__(self) -> Self:
         assert self._watcher is None, "entered twice"
         self._receiver, self._sender = socket.socketpair()
-        self._sender.setblocking(False)
+        self._sender.setblocking(False)  # set_wakeup_fd requires it
         self._watcher = threading.Thread(target=self._watch, name="isp-signals", daemon=True)
         self._watcher.start()
+        # The C part of a signal handler writes the signal's number here at once [Note: Watcher].
         self._old_wakeup_fd = signal.set_wakeup_fd(self._sender.fileno(), warn_on_full_buffer=False)
         for number in () if self._keep_handlers else heeded_signals():
             self._old_handlers[number] = signal.signal(number, _leave_to_watcher)
@@ -70,7 +71,7 @@ class StopRequest:
             signal.signal(number, handler)
         self._old_handlers.clear()
         signal.set_wakeup_fd(self._old_wakeup_fd)
-        self._sender.close()
+        self._sender.close()  # ends the loop of `_watch`
         assert self._watcher is not None
         self._watcher.join()
         self._watcher = None
@@ -84,7 +85,7 @@ class StopRequest:
                     self._receive(signal.Signals(number))
 
     def _receive(self, number: signal.Signals) -> None:
-        """Note a signal, or end the process if it is the second urgent one."""
+        """Set `received` at the first signal; end the process at the second urgent one."""
         now = time.monotonic()
         if number in _URGENT:
             if self._urgent_since is None:
@@ -101,4 +102,4 @@ class StopRequest:
 
 
 def _leave_to_watcher(number: int, frame: FrameType | None) -> None:
-    """Do nothing: without a Python handler the signal would end the process."""
+    """Do nothing: a Python handler has to exist, or the signal would end the process."""

@@ -1,4 +1,4 @@
-"""`Trainer`: the loop over the steps of a run, with its records, checkpoints and end."""
+"""`Trainer`: the loop over the steps of a run, with records, evaluations and checkpoints."""
 
 from __future__ import annotations
 
@@ -59,11 +59,15 @@ __all__ = ["Trainer"]
 logger = logging.getLogger(__name__)
 
 _AS_ASKED = "as asked"
-"""Reason for a stop by a signal, as the log line continues."""
+"""Reason for a stop by a signal, as the end of the log line `stopped after step ..`."""
 
 
 class Trainer:
-    """Model, optimizer and checkpoints of a run on this rank, and the loop over its steps."""
+    """Model, optimizer and checkpoints of a run on this rank; `run` is the loop over its steps.
+
+    Its constructor is a collective over the world. `begin`: time at which the run began, from
+    `time.monotonic`. `hostnames` are by rank.
+    """
 
     def __init__(
         self,
@@ -84,7 +88,7 @@ class Trainer:
         self.data = data
         self.stop = stop
         self.deadline = begin + config.training.max_seconds
-        """Latest end of the run, on the clock of `time.monotonic`; the run began at `begin`."""
+        """Latest end of the run, on the clock of `time.monotonic`."""
         self.clock = PhaseClock(device)
         self.train_step = make_train_step(
             trained_model(config),
@@ -109,13 +113,13 @@ class Trainer:
         """Number of steps done, including those of the checkpoint that the run began from."""
         self.tokens = 0
         """Number of tokens in these steps, over all ranks, without padding."""
-        self._places_per_step = config.sequences(mesh.topology) * config.data.seq_len
+        self._slots_per_step = config.sequences(mesh.topology) * config.data.seq_len
         name = device_name(device)
         peak = peak_tflops(name, config.metrics.peak_tflops)
         ranks = mesh.topology.world_size
         self._meter = StepMeter(mesh.log, self.clock, device, num_ranks=ranks, peak_tflops=peak)
         self._pace = Pace(config)
-        # Waits of ranks are compared by one clock, so only where all ranks are on one machine.
+        # `describe_waits` compares times of ranks by one clock, so all must be on one machine.
         one_machine = len(set(hostnames)) == 1
         self._shared_cores = shared_cores(device, ranks) if one_machine else ""
         warn = config.metrics
@@ -138,7 +142,7 @@ class Trainer:
         logger.info("%s", describe_mfu(traced.flop_rule, name, peak))
 
     def where(self) -> str:
-        """Return this rank's current work in words, for errors about memory."""
+        """Return the step and the phase that this rank is in, in words, for errors about memory."""
         phase = self.clock.current
         if is_of_step(phase):
             return f"in {phase} of step {self.step + 1}"
@@ -147,11 +151,12 @@ class Trainer:
     def run(self) -> bool:
         """Train to the last step, or until a stop signal or the time limit, and save.
 
-        Returns True if the run has finished. It begins from the state that `begin_run` loads.
+        Begins from the state that `begin_run` loads. Returns True if the run has finished. A
+        collective over the world: all ranks stop after the same step.
         """
         begun = begin_run(self.start, self.config, self._checkpoints)
         self.step, self.tokens = begun.step, begun.tokens
-        what = "taking up the place in the stream of data"
+        what = "finding the place in the stream of data"
         attempt(self.mesh.host, what, lambda: self.data.seek(begun.step, begun.place))
         stopped: str | None = None
         folder, host = self.start.folder, self.mesh.host
@@ -161,9 +166,10 @@ class Trainer:
             ) as outputs,
             collected_every(self.config.training.gc_freq) as collect_garbage,
         ):
-            # The last process saved this step but ended before its record or evaluation.
+            # The previous process saved this step, but ended before its record or its evaluation
+            # was in the metrics file: write them now, from the record in the checkpoint.
             if outputs.lacks_last and begun.record is not None:
-                logger.info("completing step %d, during which the run ended before", self.step)
+                logger.info("completing step %d: its record or evaluation is missing", self.step)
                 stopped = self._report(begun.record, outputs)
             self._meter.restart()
             first = self.step + 1
@@ -175,7 +181,8 @@ class Trainer:
                     if offloaded.reserved_bytes:
                         logger.info("block inputs on the host: %s", offloaded.describe())
                     self._log_balance()
-                    # The first step also loads kernels and opens connections: then less time.
+                    # The first step also loads kernels and opens connections, for which it has
+                    # comm.init_timeout_seconds; collectives of later steps get the shorter limit.
                     self.mesh.set_timeout(self.config.comm.train_timeout_seconds)
         if self.step > first:
             self._log_balance()
@@ -183,7 +190,7 @@ class Trainer:
         return stopped is None
 
     def _train_step(self, outputs: StepOutputs) -> str | None:
-        """Run one step with its checkpoint and its record.
+        """Run one step, then what is due after it: profile, checkpoint, evaluation and record.
 
         Returns the reason if the run has to stop, else None. Raises CheckpointError if the last
         checkpoint of the run cannot be written.
@@ -211,6 +218,8 @@ class Trainer:
             self._leave_phase()
         if outcome.skipped:
             self._count_skip(outcome)
+        # A stop signal or the time limit may reach ranks at different steps. After this collective
+        # all ranks decide the same.
         facts = self._agree(batches)
         self.tokens += facts.tokens
         stopped = None
@@ -218,14 +227,15 @@ class Trainer:
             stopped = _AS_ASKED
         elif facts.late:
             stopped = f"as another would pass training.max_time={config.training.max_time}"
-        padding = self._places_per_step - facts.tokens
+        padding = self._slots_per_step - facts.tokens
         self._meter.count(tokens=facts.tokens, padding=padding, flops=facts.flops)
         is_last = stopped is not None or self.step == config.training.steps
         eta_seconds = self._pace.seconds_left(self.step)
         outputs.progress(loss=outcome.loss, eta_seconds=eta_seconds)
         record = self._record(outcome, lr, loss_scale, eta_seconds, is_last=is_last)
         done = Progress(self.step, self.tokens, record, self.data.tell(self.step))
-        # Before an evaluation: a second signal or the cluster's time limit must not cost steps.
+        # Save before an evaluation: if a second signal or the cluster's time limit ends the run in
+        # it, no step is lost.
         if is_last:
             self._save(done, last=True)
         elif config.checkpoint.interval and self.step % config.checkpoint.interval == 0:
@@ -234,12 +244,14 @@ class Trainer:
         self._warn(outcome, facts)
         if interrupted is not None and not is_last:
             self._save(done, last=True)
-        # Stopped at the last step, the run has finished unless its evaluation was interrupted.
+        # After the last step the run has finished, also if a signal asked it to stop, unless its
+        # evaluation was interrupted.
         return interrupted if self.step == config.training.steps else stopped or interrupted
 
     def _agree(self, batches: list[MicroBatch]) -> StepFacts:
         """Return the facts that all ranks need at the end of a step, in one all-reduce."""
-        # Ranks of a tensor group and of pipeline stages have the same tokens: one of them counts.
+        # All ranks of a tensor group and all pipeline stages have the same tokens: only one rank of
+        # them counts, or the sum over all ranks would have them several times.
         counts = self.mesh[Axis.TENSOR].rank == self.mesh[Axis.PIPELINE].rank == 0
         return agree(
             self.mesh.host,
@@ -254,7 +266,7 @@ class Trainer:
         """Log warnings about the loss and about slow ranks, on rank 0."""
         if self.mesh.rank != 0:
             return
-        # The loss of a step without labels is 0: nan keeps it out of the median of losses.
+        # A step without labels has the loss 0. As nan it stays out of the median of losses.
         loss = outcome.loss if outcome.valid_tokens else math.nan
         spike = self._loss_watch.look(self.step, loss)
         slow = self._slow_watch.look(self.step, facts.own_seconds)
@@ -275,6 +287,7 @@ class Trainer:
         if not (is_due or evaluation_is_due(self.config, self.step)):
             return None
         memory, config = torch.tensor(peak_memory_gib(self.device)), self.config.optimizer
+        # The record lists the rates of update rules whose peak differs from optimizer.lr.
         peaks = {rule: config.of_rule(rule, "lr") for rule in sorted(config.rules)}
         return self._meter.record(
             outcome,
@@ -288,10 +301,10 @@ class Trainer:
         )
 
     def _report(self, record: StepRecord, outputs: StepOutputs) -> str | None:
-        """Write the record of the step, with an evaluation if one is due.
+        """Write the record of the step, after an evaluation if one is due, and log it.
 
-        Returns the reason if the evaluation was interrupted, else None; an interrupted one is not
-        in the record.
+        Returns the reason if the evaluation was interrupted, else None. The record has no losses of
+        an interrupted evaluation.
         """
         stopped: str | None = None
         if evaluation_is_due(self.config, self.step):
@@ -312,17 +325,18 @@ class Trainer:
         return stopped
 
     def _evaluate(self) -> tuple[dict[str, float], str | None]:
-        """Return the loss on held-out text by source, for sources with a label.
+        """Return the loss on held-out text by source, without sources that have no label.
 
-        Also returns the reason if the evaluation was interrupted, else None.
+        The second result is the reason if the evaluation was interrupted, else None.
         """
         asked = False
 
         def until_asked(source: int) -> Iterator[list[MicroBatch]]:
-            """Yield a source's batches, until any rank gets a stop signal."""
+            """Yield the held-out batches of a source until any rank has got a stop signal."""
             nonlocal asked
             for batches in self.data.validation(source):
-                # A signal may reach ranks at different batches: all have to stop at the same one.
+                # A signal may reach ranks at different batches. All have to stop at the same one,
+                # or the others would wait in the next forward's collectives.
                 asked = any_asked(self.mesh.host, self.stop.received is not None)
                 if asked:
                     return
@@ -351,18 +365,24 @@ class Trainer:
         return sum(weights[name] / total * loss for name, loss in losses.items())
 
     def _leave_phase(self) -> None:
-        """Leave the phase after a step, such as a save, and keep its time out of the next step."""
+        """End a phase between steps, such as a save, and leave its time out of the next step's."""
         self.clock.enter(Phase.OTHER)
         self._meter.leave_out()
 
     def _count_skip(self, outcome: StepOutcome) -> None:
-        """Log a skipped step. Raises ValueError if `max_skipped_steps` in a row were skipped."""
+        """Log a step that the optimizer skipped.
+
+        Raises ValueError if `max_skipped_steps` in a row were skipped.
+        """
         optimizer, limit = self.optimizer, self.config.optimizer.max_skipped_steps
         logger.warning("%s", describe_skip(optimizer, outcome, step=self.step))
         check_skips(optimizer, limit, step=self.step, checkpointer=self.checkpointer)
 
     def _save(self, done: Progress, *, last: bool) -> None:
-        """Save a checkpoint. If that fails, raises CheckpointError for the last one, else logs."""
+        """Save a checkpoint; `last`: the last one of the run, which is retried for a while.
+
+        If saving fails, raises CheckpointError for the last one; for others only logs it.
+        """
         self.clock.enter(Phase.CHECKPOINT)
         if last:
             self._checkpoints.save_at_last(done)
@@ -374,12 +394,15 @@ class Trainer:
         self._leave_phase()
 
     def _log_balance(self) -> None:
-        """Log how evenly attention was split over context ranks, if there are any."""
+        """Log how evenly attention was split over context ranks; nothing without context ranks."""
         if text := str(self._balance):
             logger.info("attention: %s", text)
 
     def _end(self, stopped: str | None) -> None:
-        """Log how the run ended; without a reason `stopped`, mark its folder as finished."""
+        """Log how the run ended, and mark its folder as finished unless it was `stopped`.
+
+        `stopped` is the reason for a stop; None if the run has finished.
+        """
         if self._shared_cores:
             waits = describe_waits(self.mesh, self._meter.last_transfers)
             if waits is not None:
@@ -402,7 +425,10 @@ class Trainer:
 
 
 def _how_to_generate(checkpoints: Path, *, chats: bool) -> str:
-    """Return the command that generates text from the newest checkpoint; an answer, if `chats`."""
+    """Return the command that generates text from the run's newest checkpoint.
+
+    `chats`: the run trained on conversations, so the prompt is a message.
+    """
     isp = "isp" if shutil.which("isp") else f"{os.path.relpath(sys.executable)} -m isp"
     folder = checkpoints.parent if checkpoints.name == "checkpoint" else checkpoints
     here = Path.cwd()
@@ -412,20 +438,18 @@ def _how_to_generate(checkpoints: Path, *, chats: bool) -> str:
 
 
 def _objective(config: JobConfig, mesh: Mesh, device: torch.device) -> TokenLoss:
-    """Return the loss of `training.objective`, with its reference or teacher model if needed."""
+    """Return the loss of `training.objective`, with its reference or teacher model if it has one.
+
+    Building that model is a collective over the world.
+    """
     model = second_model(config)
     if model is None:
         return RewardLoss() if config.training.objective == "reward" else TokenLoss()
-    # weights_may_change: between its forwards nothing of the second model is in flight.
-    second = make_train_step(
-        model,
-        config,
-        mesh,
-        device,
-        weights_may_change=True,
-    )
+    # Not to change weights, but because the second model then starts no gathers for its next
+    # forward: between its forwards nothing of it is in flight.
+    second = make_train_step(model, config, mesh, device, weights_may_change=True)
     for chunk in second.chunks:
-        chunk.model.eval()  # adapters of a reference may have dropout
+        chunk.model.eval()  # adapters of the reference model may have dropout
     if config.training.objective == "dpo":
         return PreferenceLoss(config.training.dpo, second)
     return DistillLoss(config.training.distill, second)

@@ -1,4 +1,4 @@
-"""The environment of this process: optional packages, and the variables of its launcher."""
+"""What this process finds in its environment: optional packages, and torchrun's variables."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ __all__ = [
 
 
 def require(who: str, *packages: str, extra: str | None = "hf") -> None:
-    """Raise ValueError, with how to install it, if one of `packages` is missing.
+    """Raise ValueError, with the command to install it, if one of `packages` is not installed.
 
-    `who` needs them, for the error: a key or a command. `extra`: the set of packages of
-    `tools/setup_env.sh` that has them; None if no set has.
+    `who`: the key or the command that needs them, for the error. `extra`: the argument of
+    `tools/setup_env.sh` with which it installs them; None if it never does.
     """
     for package in packages:
         if importlib.util.find_spec(package) is None:
@@ -26,13 +26,13 @@ def require(who: str, *packages: str, extra: str | None = "hf") -> None:
 
 
 def launched() -> bool:
-    """Return True if torchrun, or a launcher with the same variables, has started this process."""
-    # Other programs set one of the two for purposes of their own, so check for both.
+    """Return True if torchrun, or a launcher with the same variables, started this process."""
+    # Other programs set one of the two for other purposes, so check for both.
     return {"RANK", "WORLD_SIZE"} <= os.environ.keys()
 
 
 def rank_and_size() -> tuple[int, int]:
-    """Return the rank of this process and the number of ranks; (0, 1) if it was not launched."""
+    """Return this process's rank and the number of ranks; (0, 1) without a launcher."""
     if not launched():
         return 0, 1
     return int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])

@@ -1,10 +1,7 @@
-"""Reading and writing files in folders of unknown origin, JSON files, and results of commands.
+"""Reading and writing of files in folders that others have made, and of JSON files.
 
-[Note: Foreign files] A downloaded folder, or a run's, may have a pipe, a device or an endless file
-in place of a small file, and a symbolic link where this program writes. So files in such a folder
-are read with `open_regular` and `read_limited`, and written with `write_whole` (a new file takes
-the name, also that of a link) or, if they are appended to or locked, opened with `open_to_write`
-(which refuses links).
+Such a folder may have a pipe or an endless file in place of a small file, or a link where ISP
+writes. See [Note: Foreign files] in docs/design/notes/train.md.
 """
 
 from __future__ import annotations
@@ -42,25 +39,25 @@ __all__ = [
 ]
 
 SMALL_FILE_BYTES = 2**24
-"""Size limit of a file of settings; the largest config.json on the hub has about 1 MB."""
+"""Size limit of files of settings; the largest config.json on the hub has about 1 MB."""
 LARGE_FILE_BYTES = 2**28
-"""Size limit of a table; indexes of weights have up to 30 MB, and tokenizers up to 40 MB."""
+"""Size limit of large JSON files; indexes of weights have up to 30 MB, tokenizers up to 40 MB."""
 
 _NOT_REGULAR = "it is a pipe or a device, not a regular file"
 _IS_LINK = "it is a symbolic link, and nothing is written through one: remove it"
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/([A-Za-z0-9][\w.-]*)")
-"""A name of a model on the Hugging Face hub, `owner/name`."""
+"""Pattern of the name of a model on the Hugging Face hub, `owner/name`."""
 _NO_MODEL = re.compile(r".*\.(json|yaml|yml|txt)|.*/step_\d+")
-"""Paths that look like names of the hub but are the user's own files or checkpoints."""
+"""Pattern of paths that could be such a name, but are files or checkpoints of the user."""
 
 
 def open_regular(path: str | Path, *, follow: bool = True) -> BufferedReader:
     """Open the regular file at `path` for reading.
 
-    `follow`: also through a symbolic link, of which the cache of the hub consists. Raises OSError,
-    with the file's name, if it cannot be opened or is not a regular file.
+    `follow`: also through a symbolic link; the files in a cache of the hub are such links. Raises
+    OSError, with the file's name, if it cannot be opened or is not a regular file.
     """
-    # O_NONBLOCK, since opening a pipe would otherwise wait until a process writes to it.
+    # O_NONBLOCK: opening a pipe would otherwise wait until a process writes to it.
     flags = os.O_RDONLY | os.O_NONBLOCK | (0 if follow else os.O_NOFOLLOW)
     descriptor = os.open(path, flags)
     try:
@@ -72,13 +69,13 @@ def open_regular(path: str | Path, *, follow: bool = True) -> BufferedReader:
 
 
 def read_limited(path: str | Path, most_bytes: int = SMALL_FILE_BYTES) -> bytes:
-    """Return the bytes of a regular file.
+    """Return the bytes of the regular file at `path`.
 
-    Raises ValueError, with the limit, for a file of more than `most_bytes`, and OSError as
+    Raises ValueError, with the limit, if it has more than `most_bytes`, and OSError as
     `open_regular` does.
     """
     with open_regular(path) as file:
-        # One byte more than allowed shows an excess; the file's size is 0 for files in /proc.
+        # Try to read one byte more than allowed. Do not ask for the file's size: in /proc it is 0.
         data = file.read(most_bytes + 1)
     if len(data) > most_bytes:
         raise ValueError(f"{path} has more than {most_bytes:,} bytes, the limit of such a file")
@@ -86,7 +83,7 @@ def read_limited(path: str | Path, most_bytes: int = SMALL_FILE_BYTES) -> bytes:
 
 
 def read_lines(path: str | Path, most_bytes: int = SMALL_FILE_BYTES) -> Iterator[bytes]:
-    """Yield the lines of a regular file with their line breaks, one in memory at a time.
+    """Yield the lines of a regular file, with line breaks; only one is in memory at a time.
 
     Raises ValueError for a line of more than `most_bytes`, and OSError as `open_regular` does.
     """
@@ -102,12 +99,12 @@ def read_lines(path: str | Path, most_bytes: int = SMALL_FILE_BYTES) -> Iterator
 
 
 def check_regular(path: str | Path) -> None:
-    """Raise OSError unless `path` is a regular file; for files that a library opens by name."""
+    """Raise OSError unless `path` is a regular file; call it before a library opens the file."""
     open_regular(path).close()
 
 
 def check_regular_files(folder: str | Path) -> None:
-    """Check the folder of a model, from which a library then reads files by name.
+    """Check the files in a model's folder; call it before a library reads from the folder.
 
     Raises OSError for an entry that is neither a regular file nor a folder, and ValueError for a
     .json, .jinja or .txt file larger than `LARGE_FILE_BYTES`.
@@ -115,7 +112,7 @@ def check_regular_files(folder: str | Path) -> None:
     for path in sorted(Path(folder).iterdir()):
         try:
             found = path.stat()
-        except OSError:  # a broken link, which the library reports if it needs the file
+        except OSError:  # a broken link: the library raises an error if it needs the file
             continue
         if not stat.S_ISREG(found.st_mode) and not stat.S_ISDIR(found.st_mode):
             raise OSError(errno.EINVAL, _NOT_REGULAR, str(path))
@@ -127,18 +124,18 @@ def check_regular_files(folder: str | Path) -> None:
 
 
 def copy_regular(source: Path, target: Path) -> None:
-    """Copy a file of up to `LARGE_FILE_BYTES`, completely or not at all.
+    """Copy a regular file of up to `LARGE_FILE_BYTES`, completely or not at all.
 
-    Raises as `read_limited` and `write_whole` do.
+    Raises the errors of `read_limited` and `write_whole`.
     """
     write_whole(target, read_limited(source, LARGE_FILE_BYTES))
 
 
 def open_to_write(path: str | Path, flags: int) -> int:
-    """Open a file in a run's folder that is appended to or locked, and return its descriptor.
+    """Open a file in a run's folder to append to it or lock it, and return its descriptor.
 
-    `flags` are for `os.open`; O_NOFOLLOW is added. Raises OSError for a symbolic link, through
-    which a file elsewhere would change, and for anything else than a regular file.
+    `flags` are those of `os.open`; O_NOFOLLOW is added. Raises OSError for a symbolic link, since a
+    file elsewhere would change, and for all else that is not a regular file.
     """
     try:
         descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
@@ -157,7 +154,7 @@ def open_to_write(path: str | Path, flags: int) -> int:
 
 
 def check_written_on(path: Path) -> None:
-    """Raise OSError, as `open_to_write` does, if `path` exists and cannot be written to."""
+    """Raise the OSError of `open_to_write` if `path` exists and cannot be opened for writing."""
     if os.path.lexists(path):
         os.close(open_to_write(path, os.O_WRONLY))
 
@@ -165,8 +162,8 @@ def check_written_on(path: Path) -> None:
 def write_whole(path: str | Path, content: str | bytes, *, durable: bool = False) -> None:
     """Write a new file and rename it to `path`, so that `path` always has complete contents.
 
-    A symbolic link at `path` is replaced, not followed, and a failure leaves the old file.
-    `durable` also writes the contents through to the disk. Raises OSError.
+    A symbolic link at `path` is replaced, not followed. A failure leaves the old file. `durable`:
+    wait until the disk has the contents (fsync). Raises OSError.
     """
     data = content.encode() if isinstance(content, str) else content
     write = write_durably if durable else Path.write_bytes
@@ -174,7 +171,7 @@ def write_whole(path: str | Path, content: str | bytes, *, durable: bool = False
 
 
 def write_durably(path: Path, data: bytes) -> None:
-    """Write a file through to the disk."""
+    """Write `data` to the file `path`, and wait until the disk has it (fsync)."""
     with path.open("wb") as file:
         file.write(data)
         file.flush()
@@ -191,8 +188,8 @@ def written_whole(path: str | Path, write: Callable[[Path], object]) -> None:
 
 @contextmanager
 def new_file(folder: Path, name: str) -> Iterator[Path]:
-    """Context with a new empty file in `folder`, which is removed at the end if it still exists."""
-    # The new name ends as `name` does, since libraries choose the format by the suffix.
+    """Context that yields a new empty file in `folder`, and removes it unless it was renamed."""
+    # Keep the end of `name`: libraries choose a format by the suffix.
     new = folder / f".new.{secrets.token_hex(8)}.{name[-100:]}"
     os.close(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o666))
     try:
@@ -203,7 +200,7 @@ def new_file(folder: Path, name: str) -> Iterator[Path]:
 
 
 def _check_descriptor(descriptor: int, path: str | Path) -> None:
-    """Raise OSError, with `path`, unless an open file is a regular file."""
+    """Raise OSError, with `path`, unless the open file `descriptor` is a regular file."""
     mode = os.fstat(descriptor).st_mode
     if stat.S_ISDIR(mode):
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
@@ -212,9 +209,9 @@ def _check_descriptor(descriptor: int, path: str | Path) -> None:
 
 
 def read_json(path: Path, *, large: bool = False) -> dict[str, Any]:
-    """Return the object in a JSON file of up to 16 MiB, or 256 MiB if `large`.
+    """Return the JSON object in a file of up to 16 MiB, or up to 256 MiB if `large`.
 
-    Raises ValueError, naming the file, if it is missing, larger, or not a JSON object.
+    Raises ValueError, with the file's name, if it is missing, larger, or not a JSON object.
     """
     try:
         data = read_limited(path, LARGE_FILE_BYTES if large else SMALL_FILE_BYTES)
@@ -233,7 +230,7 @@ def read_json(path: Path, *, large: bool = False) -> dict[str, Any]:
 def parse_json(data: bytes, path: Path) -> dict[str, Any]:
     """Return the JSON object in `data`, the contents of the file at `path`.
 
-    Raises ValueError, naming the file, for anything else, also if it is nested too deeply.
+    Raises ValueError, with the file's name, if it is not one, or is nested too deeply.
     """
     try:
         found = json.loads(data)
@@ -251,9 +248,9 @@ def parse_json(data: bytes, path: Path) -> dict[str, Any]:
 
 
 def download_hint(path: str | Path) -> str:
-    """Return a hint how to download the model `path` from the hub, or "" if it cannot be one.
+    """Return a hint how to download a model from the hub, or "" if `path` cannot name one.
 
-    `path` is as the user typed it. `owner/name` can be one unless the folder `owner` exists.
+    `path` is as the user typed it. `owner/name` may name a model unless the folder `owner` exists.
     """
     name = str(path)
     found = _HUB_NAME.fullmatch(name)

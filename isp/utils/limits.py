@@ -1,9 +1,7 @@
-"""Limits of time and memory for computations that files of unknown origin cause.
+"""Limits of time and memory for computations that files of unknown origin decide.
 
-[Note: Foreign code] A chat template, a regular expression, a normalizer and the sizes in
-config.json act like programs: a short one may never end, or take all memory. Those that Python
-executes run within `limited`. Libraries in other languages cannot be interrupted by Python, and
-abort the process when memory runs out, so `check_in_child` first tries them in a child process.
+`limited` is for what Python executes, `check_in_child` for libraries in other languages. See
+[Note: Foreign code] in docs/design/notes/train.md.
 """
 
 from __future__ import annotations
@@ -27,27 +25,30 @@ __all__ = ["check_in_child", "limited"]
 _TICK_SECONDS = 0.05
 """Interval at which time and memory are checked."""
 _CLEANUP_SECONDS = 1.0
-"""Time for interrupted code to leave its contexts before it is interrupted again."""
+"""Time that interrupted code has to leave its contexts before it is interrupted again."""
 _STATM = Path("/proc/self/statm")
 _PAGE_BYTES = resource.getpagesize()
 
 
 class _Exceeded(BaseException):
-    """A limit was exceeded; not an Exception, so that handlers in libraries do not catch it."""
+    """A limit was exceeded. It is not an Exception, so `except Exception` does not catch it."""
 
 
 @contextmanager
 def limited(
     what: str, *, seconds: float, most_bytes: int, address_bytes: int | None = None
 ) -> Iterator[None]:
-    """Context that limits the time and the memory of its code; may be nested.
+    """Context that limits the time and the memory of the code in it; contexts may be nested.
 
     Raises ValueError, with `what` (the file or the key) and the limit, if the code takes more than
-    `seconds`, or more than `most_bytes` of additional memory. A timer checks the time, and the
-    memory, to which many small objects may add up. The allocation of one large object fails by a
-    limit of the address space: `address_bytes`, or `most_bytes` if None; it is larger for code that
-    allocates more than it uses. In another thread than the main one nothing is limited: Python
-    handles timers only in the main thread, whose own allocations the limit would affect.
+    `seconds`, or more than `most_bytes` of additional memory.
+
+    Two checks limit memory. A timer looks at the resident memory, to find many small objects. A
+    limit of the address space makes the allocation of one large object fail: `address_bytes`, or
+    `most_bytes` if None; give a larger one for code that allocates more than it uses.
+
+    In threads other than the main one nothing is limited: Python handles timers only in the main
+    thread, and a limit of the address space would also be one for the main thread.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -56,9 +57,11 @@ def limited(
     quiet_until, ended = 0.0, False
 
     def look(frame: FrameType | None) -> None:
+        """Raise `_Exceeded` into the interrupted code if a limit is exceeded; a timer calls it."""
         nonlocal quiet_until
         now = time.monotonic()
-        # Do not raise while this context is being left, which would leave the timer running.
+        # Do not raise while a context of this file or of contextlib is entered or left: its cleanup
+        # would be cut short, and the timer would stay on.
         leaves = frame is None or frame.f_globals.get("__name__") in (__name__, "contextlib")
         if ended or leaves or now < quiet_until:
             return
@@ -76,7 +79,7 @@ def limited(
             try:
                 yield
             finally:
-                ended = True  # a signal that arrives later must not raise
+                ended = True  # a timer signal may still arrive after this, and must not raise
     except _Exceeded as fault:
         raise ValueError(str(fault)) from None
     except MemoryError:
@@ -86,14 +89,15 @@ def limited(
 def check_in_child(
     what: str, check: Callable[[], object], *, seconds: float, most_bytes: int
 ) -> None:
-    """Run `check` in a child process; raise ValueError if it raises or exceeds the limits.
+    """Run `check` in a child process; raise ValueError if it raises or exceeds a limit.
 
     The error has `what` (the file) and the limit, or the first line of the error of `check`. The
-    child is a fork: it has this process's modules and memory, and its changes are not seen here.
+    child is a fork: it has the modules and the memory of this process, but what it changes does not
+    change here.
     """
     read, write = os.pipe()
     with _quiet_collector(), warnings.catch_warnings():
-        # Python warns of a fork in a process with threads, of which the child has only this one.
+        # Python warns about a fork in a process with several threads: the child only has this one.
         warnings.simplefilter("ignore", DeprecationWarning)
         child = os.fork()
     if child == 0:
@@ -109,7 +113,7 @@ def check_in_child(
         _, status = os.waitpid(child, 0)
     if fault:
         raise ValueError(f"{what}: {fault}")
-    # At the limit of CPU time the kernel sends SIGXCPU or SIGKILL; SIGKILL is also sent above.
+    # The kernel sends SIGXCPU or SIGKILL at the limit of CPU time; `os.kill` above sends SIGKILL.
     if os.WIFSIGNALED(status) and os.WTERMSIG(status) in (signal.SIGXCPU, signal.SIGKILL):
         raise ValueError(_time_fault(what, seconds))
     if status != 0:  # MemoryError, or a library that aborts when an allocation fails
@@ -117,11 +121,13 @@ def check_in_child(
 
 
 def _time_fault(what: str, seconds: float) -> str:
-    return f"{what} takes more than {seconds:g} s, the limit of it: it may never end"
+    """Return the error text for code that takes too long."""
+    return f"{what} takes more than {seconds:g} s, its limit: it may never end"
 
 
 def _memory_fault(what: str, most_bytes: int) -> str:
-    return f"{what} takes more than {most_bytes / 2**30:g} GiB of memory, the limit of it"
+    """Return the error text for code that takes too much memory."""
+    return f"{what} takes more than {most_bytes / 2**30:g} GiB of memory, its limit"
 
 
 def _memory() -> tuple[int, int]:
@@ -135,10 +141,11 @@ def _memory() -> tuple[int, int]:
 
 @contextmanager
 def _address_space(most_bytes: int) -> Iterator[None]:
-    """Context in which allocations of more than `most_bytes` above the present size fail."""
+    """Context in which allocations fail if the address space grows by more than `most_bytes`."""
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
     size = _memory()[0]
     if size:
+        # Never raise a limit that is already there, as of an enclosing context.
         bounds = [bound for bound in (soft, hard) if bound != resource.RLIM_INFINITY]
         resource.setrlimit(resource.RLIMIT_AS, (min([size + most_bytes, *bounds]), hard))
     try:
@@ -152,13 +159,14 @@ def _address_space(most_bytes: int) -> Iterator[None]:
 def _ticks(look: Callable[[FrameType | None], None]) -> Iterator[None]:
     """Context in which a timer calls `look`, with the current frame, every `_TICK_SECONDS`.
 
-    A timer that was set before keeps working: its handler is called when it is due, and it is set
-    again at the end.
+    A process has one such timer. If it was in use before, as in an enclosing context, its handler
+    is called when it would have been, and at the end it is set again.
     """
     due, begin = signal.getitimer(signal.ITIMER_REAL)[0], time.monotonic()
     before = signal.getsignal(signal.SIGALRM)
 
     def tick(number: int, frame: FrameType | None) -> None:
+        """Handle the timer's signal: call the earlier timer's handler if it is due, then `look`."""
         if due and time.monotonic() - begin >= due and callable(before):
             before(number, frame)
         look(frame)
@@ -169,7 +177,7 @@ def _ticks(look: Callable[[FrameType | None], None]) -> Iterator[None]:
         yield
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
-        if before is not None:  # None is a handler that Python did not install: it cannot be set
+        if before is not None:  # None: a handler not of Python, which Python cannot set again
             signal.signal(signal.SIGALRM, before)
         if due:
             left = max(1e-3, due - (time.monotonic() - begin))
@@ -178,7 +186,10 @@ def _ticks(look: Callable[[FrameType | None], None]) -> Iterator[None]:
 
 @contextmanager
 def _quiet_collector() -> Iterator[None]:
-    """Context without garbage collection: in a child, it would run destructors of this process."""
+    """Context without garbage collection, in which to fork.
+
+    A collection in the child would run destructors of the parent's objects.
+    """
     was_on = gc.isenabled()
     gc.disable()
     try:
@@ -189,15 +200,16 @@ def _quiet_collector() -> Iterator[None]:
 
 
 def _run_as_child(check: Callable[[], object], write: int, seconds: float, most_bytes: int) -> None:
-    """Run `check` and end this process, which is the child; write an error to the pipe `write`.
+    """Run `check` in this process, the child, and end the process.
 
-    Exits with 0 unless memory ran out; a limit of CPU time ends it with SIGXCPU.
+    Writes the error of `check` to the pipe `write`. The exit code is 0 unless memory ran out; at
+    the limit of CPU time the kernel ends the process with SIGXCPU.
     """
     code = 1
     try:
         faulthandler.disable()
         os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # hide the message of a library that aborts
-        # A call raises if the process already has a lower limit, which then holds.
+        # A call raises if the process already has a lower limit: that limit then stays.
         with suppress(ValueError, OSError):
             resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
             resource.setrlimit(resource.RLIMIT_CPU, (int(seconds) + 1,) * 2)
@@ -207,12 +219,12 @@ def _run_as_child(check: Callable[[], object], write: int, seconds: float, most_
         code = 0
     except MemoryError:
         code = 2
-    except BaseException as error:  # a panic in a Rust library is not an Exception
+    except BaseException as error:  # a panic in a Rust library is no Exception
         lines = str(error).strip().splitlines() or [type(error).__name__]
         os.write(write, lines[0][:2000].encode(errors="replace"))
         code = 0
     finally:
-        os._exit(code)  # without exit handlers, which belong to the parent
+        os._exit(code)  # skips exit handlers, which belong to the parent
 
 
 def _read_until_end(pipe: int, seconds: float) -> str | None:

@@ -1,4 +1,4 @@
-"""Results of commands in files of JSON, for programs that read them."""
+"""`Result`: the base class of results that commands write to JSON files, for other programs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["Result", "first_fault"]
 
 @dataclass(frozen=True, kw_only=True)
 class _Head:
-    """The part of a result that can be read in any version."""
+    """The fields of a result file that are the same in all versions of its format."""
 
     version: int
     """Version of the format."""
@@ -24,15 +24,15 @@ class _Head:
 
 @dataclass(frozen=True, kw_only=True)
 class Result(_Head):
-    """The result of a command in a JSON file; each kind is a dataclass with versions of its own."""
+    """Base class of a command's result in a JSON file; each subclass counts its own versions."""
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
     newest: ClassVar[int]
-    """Version that is written and read."""
+    """Version of the format that this version of ISP writes and reads."""
     name: ClassVar[str]
-    """Name of the kind in errors, such as `a profile`."""
+    """Name of such a result in errors: `a profile`."""
     again: ClassVar[str]
-    """What to do about a file of another version, for errors."""
+    """Remedy for a file of another version, for errors: `profile the run again`."""
 
     def to_json(self, *, indent: int | None = None) -> str:
         """Return the text of the file, without credentials."""
@@ -42,7 +42,8 @@ class Result(_Head):
     def from_json(cls, text: str | bytes) -> Self:
         """Return the result that `to_json` wrote; raise ValueError for any other text."""
         try:
-            # The version first: other fields of another version would be reported as wrong.
+            # Read the version first: of a file of another version, an error should say so, and not
+            # name one of its fields.
             version = TypeAdapter(_Head).validate_json(text).version
             if version == cls.newest:
                 return TypeAdapter(cls).validate_json(text)
@@ -56,7 +57,8 @@ class Result(_Head):
     def load(cls, path: Path) -> Self:
         """Return the result in the file at `path`.
 
-        Raises ValueError, naming the file, if it has none, and OSError if it cannot be read.
+        Raises ValueError, with the file's name, if it is no such result, and OSError if reading it
+        fails.
         """
         try:
             return cls.from_json(read_limited(path, LARGE_FILE_BYTES))
@@ -65,6 +67,6 @@ class Result(_Head):
 
 
 def first_fault(error: ValidationError) -> str:
-    """Return the place and the text of the first fault that pydantic found."""
+    """Return the first of pydantic's errors as text: the field, and what is wrong with it."""
     first = error.errors()[0]
     return f"{'.'.join(map(str, first['loc'])) or 'the text'}: {first['msg']}"

@@ -73,7 +73,7 @@ def test_a_rank_that_cannot_write(tmp_path: Path, mode: str, failing: int) -> No
     assert answers[1][0] == message
     assert f"saving {tmp_path}/step_20 failed on rank {failing}: OSError: " in message
     assert "File too large" in message
-    assert "Older checkpoints are as they were" in message
+    assert "Older checkpoints are unchanged" in message
     assert answers[0][1:] == ["step_10"]
     assert sorted(os.listdir(tmp_path)) == ["step_10", "step_30"]
 

@@ -175,7 +175,7 @@ def test_a_background_failure_is_raised_once(
     assert [e.split(" failed on ")[0] for e in errors] == [
         f"saving {folder / name}" for name in ("step_10", "step_20")
     ]
-    assert all(e.endswith("Older checkpoints are as they were. The run continues.") for e in errors)
+    assert all(e.endswith("Older checkpoints are unchanged. The run continues.") for e in errors)
     folder.unlink()
     checkpointer.save(30, run.state, tokens=0)
     checkpointer.wait()

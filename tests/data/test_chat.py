@@ -228,7 +228,7 @@ def test_weights_leave_messages_out(tmp_path: Path, template: str) -> None:
     ]
     assert not trained_texts(folder, talk[:2])
     for message, fault in (
-        ({**TALK[2], "weight": 0.5}, "message 2 .assistant. has the weight 0.5: 0 leaves"),
+        ({**TALK[2], "weight": 0.5}, "message 2 .assistant. has the weight 0.5: write 0"),
         ({**TALK[2], "weight": True}, "message 2 .assistant. has the weight True"),
         (
             {**TALK[1], "weight": 1},

@@ -72,7 +72,7 @@ def test_held_out_parts_and_faults(tmp_path: Path) -> None:
     assert valid is not None
     assert {chr(valid.sample(i).tokens[0]) for i in range(8)} == {"a", "b"}
     for parts, fault in (
-        (f"[{{path: {a}, epochs: 1}}]", "data.source gives every entry epochs, and would end"),
+        (f"[{{path: {a}, epochs: 1}}]", "data.source limits every entry by epochs"),
         (
             f"[{{path: {a}, weight: 0}}]",
             "data.source must be text or .* sections of path, weight, epochs",

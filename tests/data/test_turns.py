@@ -258,7 +258,7 @@ def test_arguments_that_are_json_text_are_written_in_either_form(
         ({"conversations": [{**GPT[0], "role": "user"}]}, "message 1 has 'role' and 'from'"),
         (
             {"conversations": [GPT[0], {**GPT[1], "weight": 2}]},
-            r"message 2 \(gpt\) has the weight 2: 0 leaves",
+            r"message 2 \(gpt\) has the weight 2: write 0",
         ),
         ({"conversations": [{**GPT[0], "weight": 1}]}, r"message 1 \(human\) has the weight 1"),
         (
@@ -321,7 +321,7 @@ def test_unknown_keys_are_refused_with_row_and_key(
 @pytest.mark.parametrize(
     ("row", "template", "fault"),
     [
-        (call({"a": 1}, content=""), CHATML, "message 2: tool call 1 is not in what"),
+        (call({"a": 1}, content=""), CHATML, "message 2: tool call 1 does not appear in"),
         (  # the result of a call has its id, too
             {
                 "messages": [
@@ -332,12 +332,12 @@ def test_unknown_keys_are_refused_with_row_and_key(
             TEMPLATE.replace("m.tool_calls or []", "[]").replace(
                 "m.content or ''", "m.content or m.tool_call_id or ''"
             ),
-            "message 2: tool call 1 is not in what",
+            "message 2: tool call 1 does not appear in",
         ),
         (
             {"messages": [{"role": "system", "content": "S"}, *TURNS]},
             TEMPLATE.replace("for m in messages", "for m in messages if m.role != 'system'"),
-            r"message 1 \(system\) is not in what the chat template writes",
+            r"message 1 \(system\) does not appear in the rendered conversation",
         ),
     ],
 )

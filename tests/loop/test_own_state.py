@@ -97,7 +97,7 @@ def _unharmed(rank: int, case: tuple[Any, Path]) -> None:
     said = _failed(run.save, folder)
     resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert "failed on rank 1" in said
-    assert "Older checkpoints are as they were" in said
+    assert "Older checkpoints are unchanged" in said
     assert "is a type, which a checkpoint cannot store" in _failed(run.save, folder, {"it": int})
     other = isp.parallelize(foreign, job(2, 2))
     assert "belongs to another model, judging" in raised(other.load, folder)

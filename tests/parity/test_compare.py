@@ -271,7 +271,7 @@ def test_layouts_that_cannot_be_are_left_out() -> None:
         (["{folder}", "--layouts", "2by4"], "'2by4' is no layout"),
         (["{folder}", "--data.seq_len", "8"], "data: no such key"),
         (["{folder}", "--model.num_layers", "3"], "model.num_layers is decided by the check"),
-        (["{folder}", "--parallel.tensor.size", "2"], "give them by --layouts"),
+        (["{folder}", "--parallel.tensor.size", "2"], "the checked layouts set sizes"),
         (["{folder}", "--model.checkpoint_offload"], "set model.checkpoint above 0"),
         (
             ["{folder}", "--layouts", "2x1", *_DISTRIBUTED],

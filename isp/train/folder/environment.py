@@ -1,4 +1,4 @@
-"""`Environment`: software and machines of a run, in `env.json`, to explain its numbers later."""
+"""`Environment`: the software and machines of a run, as written to `env.json`."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from isp.utils.text import shown
 __all__ = ["Environment", "RankPlace"]
 
 _TUNING = ("CUDA_", "NCCL_", "OMP_NUM_THREADS", "PYTORCH_", "TORCH_")
-"""Prefixes of the environment variables that speed depends on."""
+"""Prefixes of environment variables that change the speed of CUDA, NCCL and torch."""
 
 
 class RankPlace(NamedTuple):
-    """A rank's host and kind of device, in plain text, to be gathered over the ranks."""
+    """The host and the kind of device of a rank, as strings, which `exchange` can gather."""
 
     hostname: str
     device: str
@@ -59,8 +59,8 @@ class Environment:
     packages: dict[str, str]
     """Versions of the installed packages, by name."""
     variables: dict[str, str] = field(default_factory=dict)
-    """Environment variables of rank 0 that the speed of CUDA, NCCL and torch depends on; older runs
-    have none."""
+    """Environment variables of rank 0 that start with one of `_TUNING`; env.json of older runs has
+    none."""
 
     @classmethod
     def of(cls, places: Sequence[RankPlace]) -> Environment:

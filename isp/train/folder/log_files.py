@@ -1,4 +1,4 @@
-"""`run_logging`: log lines of rank 0 to the terminal, of each rank to its own file."""
+"""`run_logging`: writes log lines of rank 0 to the terminal, and of each rank to its own file."""
 
 from __future__ import annotations
 
@@ -20,27 +20,28 @@ from isp.utils.text import shown
 __all__ = ["run_logging"]
 
 _OURS = ("isp", "model")
-"""Loggers that are shown from level INFO on; others only from WARNING on."""
+"""Names of the loggers whose lines are written from level INFO on; others only from WARNING on."""
 
 
 @contextmanager
 def run_logging(log_file: Path, *, rank: int, terminal: TextIO | None = None) -> Iterator[None]:
-    """Send log lines to `log_file`, with the time, and on rank 0 to `terminal` (default: stdout).
+    """Write log lines to `log_file`, with the time, and on rank 0 to `terminal` (default: stdout).
 
     Python's warnings are logged too. An exception that leaves this context, or ends a thread, is
-    written to the file with its traceback. The terminal gets it from the code that catches it.
+    written to the file with its traceback. It is not written to the terminal: the code that catches
+    it prints it there.
     """
     file = _RankFile(log_file, encoding="utf-8")
     file.setFormatter(_Shown(f"%(asctime)s rank {rank} %(levelname)s %(name)s: %(message)s"))
     handlers: list[logging.Handler] = [file]
     if rank == 0:
-        shown = _Terminal(sys.stdout if terminal is None else terminal)
-        shown.setFormatter(_Plain())
-        handlers.append(shown)
+        console = _Terminal(sys.stdout if terminal is None else terminal)
+        console.setFormatter(_Plain())
+        handlers.append(console)
     with _attached(handlers), _thread_failures_to(file):
         try:
             yield
-        except SystemExit:
+        except SystemExit:  # an exit on purpose, not a failure to log
             raise
         except BaseException as error:
             file.handle(_failure("the run ended by an exception", error))
@@ -56,7 +57,7 @@ class _Shown(logging.Formatter):
 
 
 class _Plain(_Shown):
-    """A formatter of messages without time, with their level unless it is INFO."""
+    """A formatter that leaves out the time, and the level if it is INFO."""
 
     def format(self, record: logging.LogRecord) -> str:
         """Return the text of a record."""
@@ -65,13 +66,13 @@ class _Plain(_Shown):
 
 
 class _Lenient(logging.StreamHandler[TextIO]):
-    """A handler whose disk or pipe may fail: it warns once, and the run continues."""
+    """A handler that warns once if its disk or pipe fails, so that the run continues."""
 
     warned = False
     """True after the warning."""
 
     def handleError(self, record: logging.LogRecord) -> None:
-        """Warn about an OSError while a record was written; report other errors as logging does."""
+        """Warn if writing a record raised an OSError; report other errors as logging does."""
         error = sys.exception()
         if isinstance(error, OSError):
             self.warn(error)
@@ -87,10 +88,10 @@ class _Lenient(logging.StreamHandler[TextIO]):
 
 
 class _Terminal(_Lenient):
-    """A handler that writes above a progress bar, if its stream shows one."""
+    """A handler that writes lines above the progress bar, if the terminal shows one."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Write a record, with the bar removed meanwhile."""
+        """Write a record; tqdm clears the bar before and draws it again after."""
         with tqdm.external_write_mode(file=self.stream):
             super().emit(record)
 
@@ -104,7 +105,7 @@ class _RankFile(_Lenient, logging.FileHandler):
         return open(descriptor, "a", encoding=self.encoding, errors=self.errors)
 
     def close(self) -> None:
-        """Close the file; a full disk may fail here, on the last lines."""
+        """Close the file, and warn if its last lines cannot be written to a full disk."""
         try:
             super().close()
         except OSError as error:
@@ -119,14 +120,17 @@ def _failure(message: str, error: BaseException) -> logging.LogRecord:
 
 @contextmanager
 def _attached(handlers: list[logging.Handler]) -> Iterator[None]:
-    """Attach `handlers` to the root logger and set ours to INFO in this context."""
+    """Attach `handlers` to the root logger, and set the loggers in `_OURS` to INFO, in a context.
+
+    The handlers are closed at the end.
+    """
     root, ours = logging.getLogger(), [logging.getLogger(name) for name in _OURS]
     levels = [logger.level for logger in ours]
     for handler in handlers:
         root.addHandler(handler)
     for logger in ours:
         logger.setLevel(logging.INFO)
-    logging.captureWarnings(True)
+    logging.captureWarnings(True)  # Python's warnings then go to the handlers, too
     try:
         yield
     finally:
@@ -140,7 +144,7 @@ def _attached(handlers: list[logging.Handler]) -> Iterator[None]:
 
 @contextmanager
 def _thread_failures_to(file: logging.Handler) -> Iterator[None]:
-    """Write exceptions that end threads to `file` in this context."""
+    """Context in which exceptions that end threads are written to `file`."""
     before = threading.excepthook
 
     def log(failed: threading.ExceptHookArgs) -> None:

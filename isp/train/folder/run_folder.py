@@ -55,7 +55,7 @@ logger = logging.getLogger(__name__)
 
 _TIME = "%Y-%m-%d_%H-%M-%S"
 RUN_NAME = re.compile(r"(\d{4}-\d\d-\d\d_\d\d-\d\d-\d\d)(Z?)(?:_(\d+))?")
-"""Pattern of a run's name: time, Z if that is in UTC, and a number if the name was taken."""
+"""Pattern of a run's name: a time, Z if the time is in UTC, and a number if the name was taken."""
 _PROBE_BYTES = 2**16
 """Bytes that `try_writing` writes: enough to find a full disk."""
 
@@ -69,9 +69,9 @@ def run_name() -> str:
 
 
 def named_time(match: re.Match[str]) -> float | None:
-    """Return the time in a name that matches `RUN_NAME`, in seconds since 1970.
+    """Return the time in a run's name that matches `RUN_NAME`, in seconds since 1970.
 
-    None if there is no such time.
+    Returns None if the digits are not a valid date and time.
     """
     try:
         named = datetime.strptime(match[1], _TIME)
@@ -81,10 +81,10 @@ def named_time(match: re.Match[str]) -> float | None:
 
 
 class LaunchRecord(NamedTuple):
-    """The launch that started a run last: the content of its `launch.json`."""
+    """The last launch of a run: the content of its `launch.json`."""
 
     id: str
-    """torchrun's name for the launch."""
+    """torchrun's name for the launch (`--rdzv-id`)."""
     at: float
     """Time of the launch from `state.resume.launch_time`, in seconds since 1970."""
     finished_step: int | None = None
@@ -95,7 +95,10 @@ class LaunchRecord(NamedTuple):
 
 @dataclass(frozen=True)
 class RunFolder:
-    """The folder of the run at `path`, which rank 0 makes by `create` or opens by `reopen`."""
+    """The folder of the run at `path`.
+
+    Rank 0 makes it with `create` or opens it with `reopen`; then all ranks call `join`.
+    """
 
     path: Path
     logs: Path | None = None
@@ -105,7 +108,8 @@ class RunFolder:
     def create(cls, job: JobSection, name: str) -> RunFolder:
         """Make the folder of a new run of `job`, called `name`, or `name_2` ... if that exists.
 
-        For rank 0, which sends its `path` to others. Raises ValueError if it cannot be written to.
+        Call it on rank 0, which sends `path` to the other ranks. Raises ValueError if the folder
+        cannot be written to.
         """
         folder = Path(job.dump_folder) / job.name
         assert RUN_NAME.fullmatch(name)
@@ -114,7 +118,7 @@ class RunFolder:
             run = cls(make_unique(folder.absolute(), name))
             try:
                 run._prepare()
-            except OSError:  # leave no folder that looks like a run
+            except OSError:  # leave no folder that the next start would take for a run
                 shutil.rmtree(run.path, ignore_errors=True)
                 raise
         return run
@@ -135,10 +139,11 @@ class RunFolder:
 
     @classmethod
     def join(cls, path: str | Path, log_folder: str | None = None) -> RunFolder:
-        """Return the folder that rank 0 has made, on any rank; make the folder of its logs.
+        """Return the folder that rank 0 has made, and make the folder for this machine's logs.
 
-        Without `log_folder`, a machine that does not share rank 0's disk gets the run's folder too,
-        for its logs. Raises ValueError if it cannot be written to.
+        Call it on every rank. Without `log_folder`, logs go to the run's folder, which is then also
+        made on machines that do not share rank 0's disk. Raises ValueError if the folder of logs
+        cannot be written to.
         """
         run = cls(Path(path))
         key = f"job.dump_folder={run.path.parent.parent}"
@@ -177,26 +182,26 @@ class RunFolder:
         return self.log_folder / f"rank_{rank}.log"
 
     def describe(self, config: str, environment: str) -> None:
-        """Write configuration and environment; different ones of earlier launches are kept."""
+        """Write config.yaml and env.json, and keep those of earlier launches if they differ."""
         _replace(self.config_file, config)
         _replace(self.environment_file, environment)
 
     def launch(self) -> LaunchRecord | None:
-        """Return the launch that started the run last; None if its file is missing or cut off."""
+        """Return the last launch of the run; None if `launch.json` is missing or not valid."""
         try:
             launch = LaunchRecord(**json.loads(read_limited(self.launch_file)))
             has_time = math.isfinite(launch.at)
         except (OSError, ValueError, TypeError, OverflowError, RecursionError):
-            return None
+            return None  # such a run is ordered by the time in its name
         return launch if has_time and isinstance(launch.finished_step, int | None) else None
 
     def write_launch(self, launch: LaunchRecord) -> None:
-        """Write the launch that starts the run now, instead of the previous one."""
+        """Replace `launch.json` by `launch`, the launch that starts the run now."""
         with explained(f"job.dump_folder={self.path.parent.parent}"):
             write_whole(self.launch_file, json.dumps(launch._asdict()), durable=True)
 
     def write_finished(self, step: int | None) -> None:
-        """Write that the run finished at `step`; None: that it has not finished.
+        """Record in `launch.json` that the run finished at `step`; None: that it has not finished.
 
         Raises ValueError if `launch.json` was removed or changed.
         """
@@ -211,7 +216,7 @@ class RunFolder:
             check_written_on(path)
 
     def _prepare(self) -> None:
-        """Make the subfolders and the link; raise OSError if files cannot be written."""
+        """Make the subfolders and the link `latest`; raise OSError if nothing can be written."""
         self.log_folder.mkdir(exist_ok=True)
         self.checkpoint_folder.mkdir(exist_ok=True)
         try_writing(self.path)
@@ -231,19 +236,22 @@ def make_unique(folder: Path, name: str) -> Path:
 
 
 def _link_latest(path: Path) -> None:
-    """Make the link `latest` to `path`; the old link is replaced in one step."""
+    """Point the link `latest` next to `path` to `path`; the old link is replaced in one step."""
     link, new = path.parent / "latest", path.parent / f".latest_{path.name}"
     try:
         new.unlink(missing_ok=True)
         new.symlink_to(path.name, target_is_directory=True)
         os.replace(new, link)
-    except OSError as error:  # no links on this file system, or a folder of that name
+    except OSError as error:  # a file system without links, or a folder named `latest`
         new.unlink(missing_ok=True)
         logger.warning("cannot link %s to this run: %s", link, error.strerror)
 
 
 def _replace(path: Path, text: str) -> None:
-    """Write `text` to `path` in one step; a file with other text is renamed with a number."""
+    """Write `text` to `path` in one step, and keep a file with other text under a numbered name.
+
+    The old `config.yaml` becomes `config.1.yaml`, or the next number that is free.
+    """
     if path.is_file() and read_limited(path).decode(errors="replace") == text:
         return
 
@@ -258,10 +266,10 @@ def _replace(path: Path, text: str) -> None:
 
 
 def check_can_create(job: JobSection) -> None:
-    """Raise ValueError if `RunFolder.create` could not write to its folder; make no folder."""
+    """Raise ValueError if `RunFolder.create` would fail for `job`; makes no folder."""
     folder = Path(job.dump_folder).absolute() / job.name
     with explained(f"job.dump_folder={job.dump_folder}"):
-        # The nearest parent that exists.
+        # Folders on the way may not exist yet: test the nearest parent that does.
         try_writing(next(path for path in (folder, *folder.parents) if path.exists()))
 
 
@@ -273,7 +281,10 @@ def try_writing(folder: Path) -> None:
 
 @contextmanager
 def explained(setting: str) -> Iterator[None]:
-    """Turn an OSError in this context into a ValueError that names `setting` and a way out."""
+    """Context that turns an OSError into a ValueError with `setting` and the remedy.
+
+    `setting` is the key and value that decided the folder, such as `job.dump_folder=outputs`.
+    """
     try:
         yield
     except OSError as error:

@@ -1,4 +1,4 @@
-"""Sentences on how evenly attention is split over context ranks."""
+"""How evenly the work of attention is split over context ranks, as text for the log."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ __all__ = ["ContextBalance", "balance_text"]
 
 
 def balance_text(config: JobConfig) -> str:
-    """Return a sentence on the imbalance of a full row, with documents of `seq_len` tokens.
+    """Return a sentence about the imbalance of a row that is full of `seq_len`-token documents.
 
-    Empty without context ranks.
+    The imbalance is how much more the busiest context rank attends to than the mean of the ranks.
+    Returns "" without context ranks.
     """
     ranks = config.topology(config.parallel.least_ranks).context
     if ranks == 1:
@@ -33,7 +34,7 @@ def balance_text(config: JobConfig) -> str:
 
 
 class ContextBalance:
-    """The imbalance of attention over the rows that this rank's sequence group has computed."""
+    """Mean and largest imbalance of attention over the rows that this tensor group has computed."""
 
     def __init__(self, ranks: SequenceRanks) -> None:
         self._ranks = ranks
@@ -42,16 +43,16 @@ class ContextBalance:
         """Sum and maximum of the rows' imbalance."""
 
     def count(self, batches: Iterable[MicroBatch]) -> None:
-        """Add the rows of a step, whose splits are cached."""
+        """Count the rows of a step's micro-batches."""
         for batch in batches:
             lengths = self._ranks.lengths(batch.tokens, batch.cu_seqlens)
-            imbalance = self._ranks.split(lengths).imbalance
+            imbalance = self._ranks.split(lengths).imbalance  # cached: the forward has split it
             self._rows += 1
             self._sum += imbalance
             self._worst = max(self._worst, imbalance)
 
     def __str__(self) -> str:
-        """Return mean and largest imbalance in a sentence; empty before the first row."""
+        """Return a sentence with the mean and the largest imbalance; "" before the first row."""
         if not self._rows:
             return ""
         return (

@@ -1,4 +1,4 @@
-"""`StepMeter`, which makes records of steps, and `StepOutputs`, the files they go to."""
+"""`StepMeter` makes the records of steps; `StepOutputs` writes them to files and trackers."""
 
 from __future__ import annotations
 
@@ -39,15 +39,18 @@ def evaluation_is_due(config: JobConfig, step: int) -> bool:
 
 
 def model_flops(model: TracedModel, batches: Iterable[MicroBatch]) -> int:
-    """Return the FLOPs of forward and backward over the documents of `batches`, by the model's
-    rule."""
+    """Return the FLOPs of forward and backward over the documents of `batches`.
+
+    They follow the model's rule (`TracedModel.flops`).
+    """
     return model.flops([length for batch in batches for length in batch.document_lengths])
 
 
 class StepMeter:
-    """Counts the steps since the last record; times of steps are means over these steps.
+    """Adds up times, tokens and FLOPs of the steps since the last record.
 
-    The time of evaluations and checkpoints, transfers included, does not count as time of steps.
+    A record has means over these steps. The time of evaluations and checkpoints, transfers
+    included, does not count as time of steps.
     """
 
     def __init__(
@@ -65,33 +68,38 @@ class StepMeter:
         self._num_ranks = num_ranks
         self._peak_tflops = peak_tflops
         self.own_seconds = 0.0
-        """Seconds of the last step without waits for other ranks."""
+        """Seconds of this rank's last step, without waits for other ranks."""
         self.last_transfers: list[TimedTransfer] = []
         """Transfers that the last step waited for."""
         log.collect(device)
         self.restart()
 
     def restart(self) -> None:
-        """Begin to count now; earlier time belongs to no record."""
+        """Begin a record now: time before this call is in no record."""
         self._clock.take()
         self._forget()
         self.leave_out()
 
     def leave_out(self) -> None:
-        """Leave out the time since the last step, with its transfers: it was not part of a step."""
+        """Drop the time since the last step, and its transfers: they were not part of a step."""
         self._log.take_waited()
         self._since = time.perf_counter()
 
     def end_step(self) -> PhaseTimes:
-        """Count the times of a step on this rank, and return the phases since the last one."""
+        """Count the times of a step on this rank; return the seconds of each phase since the last.
+
+        The time between two steps, such as a save, is in the phases of the second one.
+        """
         times = self._clock.take()
         moved = self.last_transfers = self._log.take_waited()
-        # In flight before this step: that time has been counted, or belongs to no step.
+        # A transfer may have been launched before this step began. Its time until then was counted
+        # with the step before, or dropped by `leave_out`: count only the rest.
         for transfer in moved:
             transfer.launched = max(transfer.launched, self._since)
         totals = CommLog.totals(moved)
         self._comm_seconds += totals.comm_seconds
         self._exposed_seconds += totals.exposed_seconds
+        # The next step counts a transfer from this moment on, see above.
         self._since = max([self._since, *(transfer.arrived for transfer in moved)])
         for phase, seconds in times.items():
             self._times[phase] += seconds
@@ -117,16 +125,16 @@ class StepMeter:
         loss_scale: float | None,
         eta_seconds: float | None,
     ) -> StepRecord:
-        """Return the record of `step`, the last one counted, and begin a new one.
+        """Return the record of `step`, the last step that was counted, and begin a new record.
 
-        `tokens` are since the start of the run.
+        `tokens`: tokens since the start of the run. `lrs`: rates of update rules other than `lr`.
         """
         seconds = training_seconds(self._times)
-        tflops = self._flops / seconds / self._num_ranks / 1e12  # of a rank
+        tflops = self._flops / seconds / self._num_ranks / 1e12  # TFLOP/s of one rank
         saving = self._times[Phase.CHECKPOINT]
 
         def a_step(part: float) -> float:
-            """Return the mean of a step in milliseconds, of seconds of all steps."""
+            """Return milliseconds for each step, given the seconds that all steps together took."""
             return part / self._steps * 1e3
 
         record = StepRecord(
@@ -159,7 +167,7 @@ class StepMeter:
         return record
 
     def _forget(self) -> None:
-        """Set all counts to 0."""
+        """Set all sums to 0, for a new record."""
         self._steps = self._tokens = self._padding = 0
         self._flops = 0.0
         self._times: PhaseTimes = dict.fromkeys(Phase, 0.0)
@@ -167,11 +175,13 @@ class StepMeter:
 
 
 class StepOutputs:
-    """The metrics file, trackers and progress bar of a run, on rank 0; other ranks have none.
+    """Metrics file, trackers and progress bar of a run, on rank 0; other ranks write nothing.
 
-    A context that continues after `last_step`; all ranks of `host` enter and leave it together.
-    Raises CheckpointError on all of them if a file cannot be opened, is not a metrics file, or was
-    removed meanwhile. The bar is shown on a terminal only.
+    It is a context, which continues the files after `last_step`; entering and leaving it are
+    collectives over `host`. Raises CheckpointError on all ranks if the metrics file cannot be
+    opened, is not one, or was removed meanwhile. The bar is shown on a terminal only.
+
+    `last_record`: record of `last_step` from the checkpoint, to complete the file with.
     """
 
     def __init__(
@@ -213,10 +223,10 @@ class StepOutputs:
         return self
 
     def _open(self) -> bool:
-        """Open all outputs, on rank 0; return `lacks_last`."""
+        """Open the file, the trackers and the bar on rank 0; return the value of `lacks_last`."""
         opened = self._stack
         lacks_last = self._find_missing()
-        # The caller completes a missing record, so the file then ends one step earlier.
+        # If the last record is missing, the caller writes it: the file ends one step earlier.
         last_step = self._last_step - lacks_last
         file = MetricsFile(self._folder.metrics_file, last_step=last_step)
         self._file = opened.enter_context(file)
@@ -230,7 +240,7 @@ class StepOutputs:
         return lacks_last
 
     def _find_missing(self) -> bool:
-        """Return `lacks_last`; False without a saved record, as for a new run."""
+        """Return the value of `lacks_last`; False without a saved record, as in a new run."""
         if self._last_record is None:
             return False
         path, due = self._folder.metrics_file, evaluation_is_due(self._config, self._last_step)

@@ -1,4 +1,4 @@
-"""The owners of a rank's memory, and the report when it runs out."""
+"""What takes the memory of a rank, and the error that reports it when memory runs out."""
 
 from __future__ import annotations
 
@@ -21,22 +21,23 @@ __all__ = ["MemoryGuard", "OutOfMemory", "describe_owners", "memory_owners"]
 logger = logging.getLogger(__name__)
 
 _HISTORY = 100_000
-"""Number of allocations and frees in a snapshot, as in torchtitan."""
+"""Most allocations and frees that a snapshot keeps, as in torchtitan."""
 
 
 def memory_owners(step: TrainStep) -> dict[str, int]:
-    """Return the bytes of trained weights, gradients, optimizer states and buffers, by name.
+    """Return the bytes that weights, gradients, optimizer states and buffers take, by name.
 
-    Frozen weights are not counted.
-
-    A tensor with two uses, such as master weights that are the weights themselves, counts once.
+    Frozen weights are not counted. Tensors that share a storage, such as master weights that are
+    the weights themselves, count once.
     """
     gradients, communicator, host = step.gradients, step.communicator, step.built.host
     seen: set[int] = set()
     parameters = [item.parameter for item in gradients.parameters]
     weights = _storage_bytes(parameters, seen)
+    # Gradients that autograd has accumulated and no hook has moved to the main gradients yet.
     of_autograd = _storage_bytes((p.grad for p in parameters if p.grad is not None), seen)
     shards, device = step.optimizer.state_dict()["parameters"].values(), parameters[0].device
+    # Only states on the device: others are in host memory, which did not run out.
     tensors = (x for shard in shards for x in shard["tensors"].values() if x.device == device)
     states = _storage_bytes(tensors, seen)
     owners = {
@@ -62,9 +63,9 @@ def describe_owners(owners: Mapping[str, int], peak_bytes: float) -> str:
 
 
 def _storage_bytes(tensors: Iterable[Tensor], seen: set[int]) -> int:
-    """Return the bytes of the storages of `tensors` that are not in `seen`, and add them to it.
+    """Return the bytes of the storages of `tensors`, each counted once.
 
-    `seen` has addresses of storages.
+    `seen`: addresses of storages that were counted before; the new ones are added.
     """
     total = 0
     for tensor in tensors:
@@ -76,19 +77,19 @@ def _storage_bytes(tensors: Iterable[Tensor], seen: set[int]) -> int:
 
 
 def _size(num_bytes: int) -> str:
-    """Return a number of bytes in GiB or MiB."""
+    """Return a number of bytes as text, in GiB or MiB."""
     return f"{num_bytes / 2**30:.2f} GiB" if num_bytes >= 2**30 else f"{num_bytes / 2**20:.1f} MiB"
 
 
 class OutOfMemory(ValueError):
-    """An error of a rank that ran out of memory: where, what holds it, and how to need less."""
+    """A rank ran out of memory; the text says where, what takes the memory, and how to use less."""
 
 
 class MemoryGuard:
-    """A context that raises `OutOfMemory` from an error about memory.
+    """Context that turns an error about memory into `OutOfMemory`.
 
-    With a folder for `snapshots`, the history of CUDA memory is recorded all the time, and written
-    to `rank_<r>.pickle` there when it runs out, for https://pytorch.org/memory_viz.
+    With a folder for `snapshots`, CUDA allocations are recorded all the time, and written to
+    `rank_<r>.pickle` there when memory runs out, for https://pytorch.org/memory_viz.
     """
 
     def __init__(self, device: torch.device, *, rank: int, snapshots: Path | None) -> None:
@@ -99,7 +100,11 @@ class MemoryGuard:
         self._owners: Callable[[], Mapping[str, int]] = dict
 
     def watch(self, where: Callable[[], str], owners: Callable[[], Mapping[str, int]]) -> None:
-        """Set functions that return the rank's current work in words, and its memory's owners."""
+        """Set the functions that give the error its text: the rank's current work, and its owners.
+
+        Owners are as returned by `memory_owners`. Before this call, the error says that the model
+        was being built.
+        """
         self._where, self._owners = where, owners
 
     def __enter__(self) -> Self:
@@ -121,7 +126,7 @@ class MemoryGuard:
         raise OutOfMemory(text) from error
 
     def _explain(self, error: BaseException) -> str:
-        """Return the text of `OutOfMemory` for an error about memory."""
+        """Return the text of `OutOfMemory` for `error`, which torch or Python has raised."""
         first_line = str(error).strip().split("\n")[0] or type(error).__name__
         peak = peak_memory_gib(self._device) * 2**30
         return (
@@ -134,9 +139,9 @@ class MemoryGuard:
 
 
 def _memory_error(error: BaseException) -> BaseException | None:
-    """Return the error about memory that is `error` or led to it; None if there is none.
+    """Return the error about memory among `error` and the errors that led to it; None if none is.
 
-    Other errors may follow it, for example in code that cleans up.
+    Code that cleans up after an error about memory may raise another one.
     """
     found: BaseException | None = error
     while found is not None and not _is_about_memory(found):

@@ -1,4 +1,4 @@
-"""The experiment trackers of a run, and the facts that they record about it."""
+"""`run_trackers`: opens the experiment trackers of a run, with its configuration and layout."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from isp.utils.files import read_json
 __all__ = ["run_trackers"]
 
 _ENVIRONMENT = ("python", "torch", "cuda", "git_commit", "world_size", "hostnames", "devices")
-"""Keys of env.json that trackers get."""
+"""Keys of env.json whose values are sent to trackers."""
 
 
 def run_trackers(config: JobConfig, folder: RunFolder, *, last_step: int) -> Trackers:
     """Open the trackers of `config` for the run in `folder`, which resumes after `last_step`.
 
-    They get the configuration, the layout and the versions. A resumed run continues the same
-    entries, as their ids are kept with its checkpoints.
+    Trackers get the configuration, the layout and the versions. A resumed run continues the entry
+    that it began in each tracker: the ids of the entries are kept in the folder of its checkpoints.
     """
     environment = read_json(folder.environment_file)
     facts = {key: environment[key] for key in _ENVIRONMENT}

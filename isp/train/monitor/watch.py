@@ -1,4 +1,4 @@
-"""Facts that ranks agree on after each step, the pace of a run, and warnings about its course."""
+"""What ranks agree on after each step, the pace of a run, and warnings about losses and ranks."""
 
 from __future__ import annotations
 
@@ -40,24 +40,25 @@ __all__ = [
 
 _METRICS = Tag(tensor="metrics")
 _PACE_STEPS = 100
-"""Number of last steps whose mean time is expected of later steps."""
+"""Number of recent steps whose mean time predicts that of later steps."""
 _WINDOW = 100
-"""Number of last losses that a new one is compared with."""
+"""Number of recent losses that a new loss is compared with."""
 _ENOUGH = 20
-"""Least number of losses for a comparison."""
+"""Number of losses below which a new one is not compared with them."""
 _SIGMA = 1.4826
 """Ratio of standard deviation to median absolute deviation in a normal distribution."""
 _LEAST_SPREAD = 0.01
-"""Least deviation, as a fraction of the median: losses may be almost equal."""
+"""Least deviation, as a fraction of the median loss. Without it, losses that are almost equal would
+make any change a spike."""
 
 
 class StepFacts(NamedTuple):
-    """Facts about a step, the same on all ranks."""
+    """Values at the end of a step, combined over all ranks and so equal on each."""
 
     asked: bool
     """True if any rank got a stop signal."""
     late: bool
-    """True if any rank has no time for another step."""
+    """True if any rank expects that one more step would pass `training.max_time`."""
     flops: float
     """FLOPs of the model for the global batch."""
     tokens: int
@@ -69,8 +70,11 @@ class StepFacts(NamedTuple):
 def agree(
     host: Channel, *, asked: bool, late: bool, flops: float, tokens: int, own_seconds: float
 ) -> StepFacts:
-    """Combine the ranks' own facts by an all-reduce over `host`; `flops` and `tokens` add up."""
-    # One slot for each rank's seconds, so that the sum gathers them.
+    """Combine the values of all ranks by one all-reduce over `host`.
+
+    `flops` and `tokens` are summed; `asked` and `late` are true if they are on any rank.
+    """
+    # Each rank fills only its own slot for the seconds, so the sum over ranks gathers them.
     facts = torch.zeros(4 + host.size, dtype=torch.float64)
     facts[:4] = torch.tensor([asked, late, flops, tokens], dtype=torch.float64)
     facts[4 + host.rank] = own_seconds
@@ -85,9 +89,9 @@ def any_asked(host: Channel, asked: bool) -> bool:
 
 
 class Pace:
-    """Estimates from the phases of each step how long steps, evaluations and saves take.
+    """Estimates how long the steps, evaluations and saves to come will take.
 
-    The first step counts only until the second one: it also loads kernels and fills pools.
+    The first step is forgotten after the second: it also loads kernels and fills pools of memory.
     """
 
     def __init__(self, config: JobConfig) -> None:
@@ -103,18 +107,19 @@ class Pace:
         self._save = 0.0
         """Seconds that the longest save has delayed a step."""
         self._last_save = 0.0
-        """Seconds of the run's last save, which is waited for until it is written."""
+        """Expected seconds of the run's last save, for which the run waits until it is written."""
 
     def count(self, times: PhaseTimes, *, write_seconds: float = 0.0) -> None:
-        """Count a step and the phases since the previous one, in seconds.
+        """Count a step: `times` has the seconds of each phase since the previous step.
 
-        `write_seconds` is the time to write a checkpoint, which the run waits for at its end.
+        `write_seconds` is how long writing the latest checkpoint took, in the background or not.
         """
         if len(self._steps) == 1 and self._first:
             self._steps.clear()
             self._first = False
         self._steps.append(training_seconds(times))
-        # Of the previous step; the longest, because the time limit must not be passed.
+        # Evaluation and save followed the previous step. Keep the longest time of each: with a
+        # mean, the run could pass its time limit.
         self._evaluation = max(self._evaluation, times[Phase.EVALUATION])
         self._save = max(self._save, times[Phase.CHECKPOINT])
         self._last_save = max(self._last_save, self._save, write_seconds)
@@ -122,29 +127,34 @@ class Pace:
     def seconds_left(self, step: int) -> float | None:
         """Return the expected seconds from the end of `step` to the end of the run.
 
-        None before the second step and after the last one. Evaluations and saves count from the
-        first measured one on.
+        None before the second step and after the last one. Evaluations and saves count as nothing
+        until the first of each has been measured.
         """
         if self._first or step >= self._total:
             return None
         mean = sum(self._steps) / len(self._steps)
         evaluations = self._times_left(step, self._eval_freq) if self._eval_freq else 0
         saves = self._times_left(step, self._save_interval) if self._save_interval else 1
+        # Saves but the last delay the run only until the state is copied (in async mode).
         before_last = (saves - 1) * self._save + evaluations * self._evaluation
         return (self._total - step) * mean + before_last + self._last_save
 
     def seconds_to_stop(self) -> float:
-        """Return the seconds of one more step, its evaluation, and the last save."""
+        """Return the expected seconds of one more step, its evaluation, and the last save."""
         longest = max(self._steps, default=0.0)
         return longest + self._evaluation + self._last_save
 
     def _times_left(self, step: int, every: int) -> int:
-        """Count the times after `step` of something done each `every` steps and at the end."""
+        """Return how often something happens after `step` that is due each `every` steps.
+
+        The last step of the run counts too, whether or not it is a multiple.
+        """
+        # Rounding up counts the last step.
         return -(-self._total // every) - step // every
 
 
 def describe_skip(optimizer: Zero1Optimizer, outcome: StepOutcome, *, step: int) -> str:
-    """Return a line about step number `step`, which the optimizer has just skipped."""
+    """Return a log line about `step`, which the optimizer has just skipped, with the reason."""
     count = optimizer.num_skipped
     why = f"the gradient norm is {outcome.grad_norm}"
     if not outcome.valid_tokens:
@@ -160,11 +170,11 @@ def describe_skip(optimizer: Zero1Optimizer, outcome: StepOutcome, *, step: int)
 def check_skips(
     optimizer: Zero1Optimizer, limit: int, *, step: int, checkpointer: Checkpointer
 ) -> None:
-    """Raise ValueError if the last `limit` steps, `step` included, were skipped; 0: never.
+    """Raise ValueError if the last `limit` steps, `step` included, were all skipped; 0: never.
 
-    Skips that only lower the loss scale are not counted, see `Zero1Optimizer.skipped_in_a_row`.
-    Before it raises, it waits for a save in flight, to name it; that is a collective over the
-    world.
+    Skips that only lower the loss scale do not count (`Zero1Optimizer.skipped_in_a_row`). The error
+    names the checkpoint to resume from. It may still be in flight, so this waits for it first, on
+    all ranks.
     """
     skipped = optimizer.skipped_in_a_row
     if not limit or skipped < limit:
@@ -187,10 +197,11 @@ def check_skips(
 
 
 class LossWatch:
-    """Warns of a loss more than `deviations` above the median of previous losses; 0: never.
+    """Warns if a loss is more than `deviations` above the median of recent losses; 0: never.
 
-    The deviation is the median absolute deviation, scaled to a standard deviation: spikes hardly
-    change it or the median. A spike that lasts is reported once.
+    A deviation is the median absolute deviation, scaled to a standard deviation. Spikes hardly
+    change it or the median, unlike standard deviation and mean. A spike that lasts for several
+    steps is reported once.
     """
 
     def __init__(self, deviations: float) -> None:
@@ -200,7 +211,7 @@ class LossWatch:
         """True if the last loss was part of a spike."""
 
     def look(self, step: int, loss: float) -> str | None:
-        """Return a line about the loss of `step` if it begins a spike, else None."""
+        """Return a warning if the loss of `step` begins a spike, else None."""
         if not self._deviations or not math.isfinite(loss):
             return None
         line, high = None, False
@@ -222,12 +233,12 @@ class LossWatch:
 
 
 class SlowRankWatch:
-    """Warns of a rank that takes more than `factor` times as long as others; 0: never.
+    """Warns if a rank takes more than `factor` times as long as others; 0: never.
 
     It compares a rank's time for a step, without waits for other ranks, with the median of the
-    other ranks of its pipeline stage. A rank is reported if it is slow for `steps` steps in a row,
-    once while that lasts. Stages are not compared, as their work differs, so a slow stage of one
-    rank is not found.
+    other ranks of its pipeline stage. A rank is reported once it has been slow for `steps` steps in
+    a row, and again only after it has recovered. Stages are not compared with each other, since
+    their work differs; so a stage that consists of a single slow rank is not found.
     """
 
     def __init__(
@@ -237,12 +248,12 @@ class SlowRankWatch:
         self._hostnames = hostnames
         self._factor = factor
         self._slow: list[deque[tuple[float, float]]] = [deque(maxlen=steps) for _ in hostnames]
-        """Own seconds and the others' median, for each rank's current row of slow steps."""
+        """By rank: its own seconds and the others' median, for its consecutive slow steps."""
         self._reported: set[int] = set()
         """Ranks that are slow and have been reported."""
 
     def look(self, step: int, own_seconds: Sequence[float]) -> list[str]:
-        """Return a line for each rank that is found slow at `step`; `own_seconds` is by rank."""
+        """Return a warning for each rank that becomes slow at `step`; `own_seconds` is by rank."""
         if not self._factor:
             return []
         lines = []
@@ -273,16 +284,18 @@ class SlowRankWatch:
 
 def _median_without(ordered: Sequence[tuple[float, int]], place: int) -> float:
     """Return the median of the `ordered` values without the one at `place`."""
-    # Indices of the middle values in the list without `place`; those from it on move by one.
+    # `low` and `high` index the middle values of the list without `place`. In `ordered`, values
+    # after `place` are one further. So all medians need a single sort.
     last = len(ordered) - 2
     low, high = last // 2, (last + 1) // 2
     return (ordered[low + (low >= place)][0] + ordered[high + (high >= place)][0]) / 2
 
 
 def describe_waits(mesh: Mesh, transfers: Sequence[TimedTransfer]) -> str | None:
-    """Return a sentence on the waits in each rank's `transfers` of a step; None if there are none.
+    """Return a sentence: how much of the exposed time of a step was ranks waiting for each other.
 
-    A collective. All ranks have to be on one machine, so that they share a clock.
+    `transfers` are this rank's in that step. Returns None if no time was exposed. A collective. All
+    ranks have to be on one machine, since times are compared by one clock.
     """
     json = TypeAdapter(RankRecord)
     own = RankRecord(begins=(0.0,), transfers=tuple(transfers), channels=mesh.members)

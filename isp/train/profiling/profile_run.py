@@ -1,4 +1,4 @@
-"""`profile_ranks`: `isp profile` on each rank, a few recorded steps in each mode."""
+"""`profile_ranks`: what `isp profile` runs on each rank: a few recorded steps in each mode."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ __all__ = ["ProfileOptions", "config_for", "profile_ranks"]
 
 @dataclass(frozen=True, kw_only=True)
 class ProfileOptions:
-    """Options of `isp profile`."""
+    """Options of `isp profile`: which modes, and how many steps of each."""
 
     modes: tuple[Mode, ...] = tuple(Mode)
     """Modes to profile, one after the other."""
@@ -43,7 +43,7 @@ class ProfileOptions:
     steps: int = 5
     """Number of measured steps."""
     with_torch: bool = True
-    """True to run one more step under torch.profiler, for the trace."""
+    """True to run one more step under torch.profiler and add its events to the trace."""
     command: str = ""
     """The command line of the profile, as typed."""
 
@@ -73,7 +73,7 @@ def _make_folder(config: JobConfig) -> Path:
 
 
 def profile_ranks(config: JobConfig, options: ProfileOptions) -> tuple[Profile, Path] | None:
-    """Profile each mode on this rank of torchrun's world, or alone.
+    """Profile each mode, on this rank of torchrun's world or in this process alone.
 
     Returns the profile and its folder on rank 0, None on others. Raises ValueError (or OSError),
     before any process group starts, for mistakes in configuration and data.
@@ -91,7 +91,7 @@ def profile_ranks(config: JobConfig, options: ProfileOptions) -> tuple[Profile, 
             )
             with StepData(c, read, mesh, world.device) as data:
                 found.append(_profile_mode(c, options, mesh, world.device, data, folder))
-            give_memory_back(1)  # the model of this mode goes before the next one is built
+            give_memory_back(1)  # free the model of this mode before the next one is built
         if world.rank != 0 or folder is None:
             return None
         profile = write_profile(
@@ -136,7 +136,8 @@ def _profile_mode(
         losses.append(step(data.training(number), lr).loss)
 
     last = options.warmup_steps + options.steps
-    watched = max(0, options.warmup_steps - 1)  # its end launches the first measured gathers
+    # Record from the last warm-up step on: its end launches the first gathers of measured steps.
+    watched = max(0, options.warmup_steps - 1)
     for number in range(watched):
         take(number)
     with recorder_for(step, device) as recorder:
@@ -146,7 +147,7 @@ def _profile_mode(
         recorder.begin_step()  # ends the last measured step
         if options.with_torch:
             with torch_profiler(folder, step):
-                # Another recorded step: the time between them was the profiler's start.
+                # Begin another recorded step: the one above only has the profiler's start.
                 recorder.begin_step()
                 take(last)
                 recorder.begin_step()

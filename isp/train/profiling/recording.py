@@ -38,15 +38,16 @@ __all__ = ["Measured", "record_of", "recorder_for", "torch_profiler", "write_pro
 
 
 def recorder_for(step: TrainStep, device: torch.device) -> Recorder:
-    """Return a recorder of the parts, the uses of weights and the transfers of `step`."""
+    """Return a recorder of the forwards and backwards, uses of weights and transfers in `step`."""
     parts: dict[str, nn.Module] = {}
     sites: list[tuple[str, RegisterHook]] = []
     for chunk in step.chunks:
         parts.update(chunk.parts())
         for place in (place for block in chunk.weight_blocks() for place in block.uses):
+            # A use without a module is a call that mixes tokens: hook into the call instead.
             register: RegisterHook = partial(chunk.position.register_mixing_hook, place.key)
             assert place.at is not None or place.layer is None, place.use.name
-            if place.at is not None:  # else a call that mixes tokens, which no module makes
+            if place.at is not None:
                 register = place.at.register_forward_pre_hook
             sites.append((place.use.name, register))
     return Recorder(step.mesh.log, device, parts, sites)
@@ -54,23 +55,21 @@ def recorder_for(step: TrainStep, device: torch.device) -> Recorder:
 
 @contextmanager
 def torch_profiler(folder: Path, step: TrainStep) -> Iterator[None]:
-    """Run torch.profiler in this context and write its trace to `folder`, for `write_profile`.
-
-    [Note: Nothing under way] When a gloo transfer arrives, a thread of gloo ends its entry in the
-    profile, whose memory must still exist then. So transfers that `step` has launched for the next
-    step are waited for before the profiler ends, and launched again afterwards.
-    """
-    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # or it writes to stderr when it starts
+    """Context that runs torch.profiler and writes its trace to `folder`, for `write_profile`."""
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # else Kineto writes to stderr when it starts
     activities = [torch.profiler.ProfilerActivity.CPU]
     if torch.cuda.is_available():
         activities.append(torch.profiler.ProfilerActivity.CUDA)
-    with torch.profiler.profile(activities=activities, acc_events=True) as seen:
+    with torch.profiler.profile(activities=activities, acc_events=True) as profiler:
         yield
+        # When a gloo transfer arrives, a thread of gloo writes to the transfer's entry in the
+        # profile, whose memory must still exist. So wait for the transfers that `step` has launched
+        # for the next step before the profiler ends, and launch them again after.
         step.drain()
     step.weights_changed()
     path = _torch_trace(folder, step.mesh.topology.mode, step.mesh.rank)
     path.parent.mkdir(parents=True, exist_ok=True)
-    written_whole(path, lambda new: seen.export_chrome_trace(str(new)))
+    written_whole(path, lambda new: profiler.export_chrome_trace(str(new)))
 
 
 def _torch_trace(folder: Path, mode: Mode, rank: int) -> Path:
@@ -79,12 +78,15 @@ def _torch_trace(folder: Path, mode: Mode, rank: int) -> Path:
 
 
 def record_of(recorder: Recorder, mesh: Mesh, lead: float) -> str:
-    """Return this rank's record as JSON, to be sent to rank 0; `lead` is from `clock_lead`."""
+    """Return what `recorder` has recorded on this rank as JSON, to be sent to rank 0.
+
+    `lead`: seconds by which this rank's clock is ahead of rank 0's, from `clock_lead`.
+    """
     record = replace(
         recorder.record(),
         channels=mesh.members,
         clock_lead=lead,
-        unix_zero=time.time() - time.perf_counter(),
+        unix_zero=time.time() - time.perf_counter(),  # converts the recorder's times to Unix time
     )
     return TypeAdapter(RankRecord).dump_json(record).decode()
 
@@ -116,7 +118,8 @@ def write_profile(
 ) -> Profile:
     """Write the profile of `modes` to `folder` (`profile.json`, `trace.json.gz`) and return it.
 
-    Removes the traces of torch.profiler, which `trace.json.gz` includes.
+    Called on rank 0. `trace.json.gz` includes the events of torch.profiler, whose own files are
+    removed.
     """
     folder.mkdir(parents=True, exist_ok=True)
     found, trace = [], []
@@ -147,9 +150,10 @@ def write_profile(
 def _mode_profile(
     measured: Measured, folder: Path, *, number: int
 ) -> tuple[ModeProfile, list[Event]]:
-    """Return the profile of a mode, and the trace of one of its steps.
+    """Return the profile of a mode, and the events of one of its steps for the trace.
 
-    `number` is the mode's index, which keeps its ranks apart from other modes' in the same trace.
+    `number` is the index of the mode. All modes are in one trace, where each rank of each mode is a
+    process of its own.
     """
     config, losses = measured.config, measured.losses
     records = [TypeAdapter(RankRecord).validate_json(text) for text in measured.records]
@@ -192,7 +196,8 @@ def _mode_profile(
     first = number * len(records)
     events = chrome_trace(lanes, title=topology.mode, first_process=first)
     for rank, record in enumerate(records if measured.traced is not None else ()):
-        # The begin of this step on rank 0, on this rank's clock; torch's events have Unix times.
+        # torch's events have Unix times. Align them with the recorded ones by the time at which
+        # rank 0 began this step, converted to this rank's clock.
         begin = records[0].begins[step] - records[0].clock_lead + record.clock_lead
         events += torch_events(
             json.loads(_torch_trace(folder, topology.mode, rank).read_bytes()),

@@ -29,9 +29,10 @@ logger = logging.getLogger(__name__)
 
 
 class StepProfiler:
-    """Profiles steps `profile_freq`, 2 `profile_freq`, ... of a run.
+    """Profiles every `profiler.profile_freq`-th step of a run.
 
-    The step before is recorded too: its end launches the first gathers of the profiled step.
+    The step before a profiled one is recorded too: its end launches the first gathers of the
+    profiled step. Making a `StepProfiler` and calling `end` are collectives.
     """
 
     def __init__(
@@ -48,7 +49,10 @@ class StepProfiler:
         """The contexts of recorder and torch.profiler."""
 
     def begin(self, step: int) -> None:
-        """Start the recorders that step number `step` needs, counted from 1, before it runs."""
+        """Start recording if `step` or the next one is profiled; call it before `step` runs.
+
+        Steps are counted from 1.
+        """
         if not self.is_due(step) and not self.is_due(step + 1):
             return
         if self._recorder is None:
@@ -57,16 +61,16 @@ class StepProfiler:
         self._recorder.begin_step()
         if self.is_due(step) and self._config.profiler.with_torch:
             self._watching.enter_context(torch_profiler(self._folder(step), self._step))
-            self._recorder.begin_step()
+            self._recorder.begin_step()  # again: the start of the profiler is not part of the step
 
     def is_due(self, step: int) -> bool:
         """Return True if `step` is profiled."""
         return step % self._config.profiler.profile_freq == 0
 
     def end(self, step: int, loss: float) -> None:
-        """Write the profile of step number `step` after it has run; a collective.
+        """Write the profile of `step` after it has run; a collective.
 
-        A disk that cannot be written to is logged on rank 0 and does not end the run.
+        If the disk cannot be written to, rank 0 logs a warning and the run continues.
         """
         host, what = self._step.mesh.host, f"writing the profile of step {step}"
         recorder, self._recorder = self._recorder, None
@@ -74,7 +78,7 @@ class StepProfiler:
         recorder.begin_step()  # ends the profiled step
 
         def leave() -> str:
-            """Stop the recorders and return this rank's record."""
+            """Stop recorder and torch.profiler on this rank, and return this rank's record."""
             self._watching.close()
             return record_of(recorder, self._step.mesh, self._lead)
 

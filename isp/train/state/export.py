@@ -1,4 +1,4 @@
-"""`export`: writes a checkpoint of any layout as a folder for transformers' `from_pretrained`."""
+"""`export`: writes a checkpoint of any layout as a folder that transformers can load."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ __all__ = ["Exported", "as_saved", "export", "plain_decoder", "saved_model"]
 
 
 class Exported(NamedTuple):
-    """Facts about an export that was written."""
+    """Result of `export`: what was written."""
 
     source: Path
     """Path of the checkpoint."""
@@ -45,16 +45,16 @@ class Exported(NamedTuple):
     model_type: str
     """`model_type` in config.json, or `adapter`."""
     notes: tuple[str, ...]
-    """Sentences about what the folder lacks."""
+    """Sentences about what the folder lacks, or how to load it."""
 
 
 def export(path: Path, folder: Path, *, dtype: str | None = None) -> Exported:
     """Write the weights of the checkpoint at `path` to `folder`, in `dtype` (None: as trained).
 
     For a run with `model.adapter` only the adapter is written, for PEFT; `model_type` is then
-    `adapter`. One tensor at a time is read (with `model.hf`, a block), and tensors wait in memory
-    until they fill a file of transformers' size. Raises ValueError, before it writes anything, if
-    `folder` is not empty, or if `path` is no checkpoint or does not record its model;
+    `adapter`. Tensors are read one by one (with `model.hf`, block by block), and are kept in memory
+    until they fill a file of the size that transformers writes. Raises ValueError, before it writes
+    anything, if `folder` is not empty, or if `path` is no checkpoint or does not record its model;
     CheckpointError if it is damaged.
     """
     require("isp checkpoint export", "safetensors")
@@ -83,9 +83,10 @@ def export(path: Path, folder: Path, *, dtype: str | None = None) -> Exported:
 def _export_adapter(
     weights: CheckpointWeights, kept: Mapping[str, Any], folder: Path, dtype: str | None
 ) -> Exported:
-    """Write an adapter as PEFT saves it; its file names the folder of its base model."""
+    """Write an adapter as PEFT does; its adapter_config.json names the folder of its base model."""
     section, trained = _model(weights.info, kept["model"]), kept["training"]["dtype"]
     assert section.adapter is not None
+    # Without the adapter that the run began from: the weights come from the checkpoint.
     section = replace(section, adapter=replace(section.adapter, folder=None))
     traced, out = language_model(section, trained, trains=False), dtype or trained
     check_shapes(weights.info, parameter_shapes(traced), {})
@@ -103,14 +104,17 @@ def _export_adapter(
 
 
 def saved_model(info: CheckpointInfo) -> ModelConfig:
-    """Return the model of a checkpoint; raise ValueError if the checkpoint does not record it."""
+    """Return the `model` section of the run that saved a checkpoint.
+
+    Raises ValueError if the checkpoint does not record it, or if this version cannot read it.
+    """
     return _model(info, _kept(info)["model"])
 
 
 def _kept(info: CheckpointInfo) -> dict[str, Any]:
-    """Return the configuration of the run that saved a checkpoint, with today's keys.
+    """Return the configuration of the run that saved a checkpoint, with the keys of this version.
 
-    Raises ValueError if it is not recorded, or if a value that is used here has another type.
+    Raises ValueError if it is not recorded, or if a value that this file uses has another type.
     """
     kept = info.manifest.shared.get("config")
     if not isinstance(kept, dict) or not isinstance(kept.get("model"), dict):
@@ -132,16 +136,16 @@ def _kept(info: CheckpointInfo) -> dict[str, Any]:
 
 
 class _Plan(NamedTuple):
-    """The content of a folder to be written."""
+    """The content of an exported folder, before it is written."""
 
     config: dict[str, Any]
     """Content of config.json."""
     tensors: Iterator[tuple[str, Tensor]]
-    """Weights by name, each read when its turn comes."""
+    """Weights with their names; each is read when the iterator reaches it."""
 
 
 def _source(kept: Mapping[str, Any]) -> Path | None:
-    """Return the folder of the run's `model.hf`; None without one, or if it no longer exists."""
+    """Return the folder `model.hf` of a run; None if the run has none or it no longer exists."""
     named = kept["model"].get("hf")
     folder = None if named is None else Path(named)
     return folder if folder is not None and (folder / CONFIG_FILE).exists() else None
@@ -150,11 +154,14 @@ def _source(kept: Mapping[str, Any]) -> Path | None:
 def _plan(
     weights: CheckpointWeights, kept: Mapping[str, Any], source: Path | None, dtype: str
 ) -> _Plan:
-    """Return the plan of an export; no tensor is read before its turn."""
+    """Return what an export will write; `source` is the folder of `model.hf`, if there is one.
+
+    Raises ValueError if that folder is needed but gone. Reads no weights.
+    """
     if kept["model"].get("hf") is not None:
         if source is None:
             raise ValueError(
-                f"model.hf={kept['model']['hf']} is not there any more: its {CONFIG_FILE} is needed"
+                f"model.hf={kept['model']['hf']} no longer exists: its {CONFIG_FILE} is needed"
             )
         return _plan_as_named(weights, source, dtype, kept["model"].get("hf_overrides"))
     section = _model(weights.info, kept["model"])
@@ -170,15 +177,19 @@ def _plan(
 
 
 def _rows_of(weights: CheckpointWeights, model: TracedModel) -> Callable[[str, int, int], Tensor]:
-    """Return a function that reads rows `start` to `stop` of a parameter, of any ISP version."""
+    """Return a function that reads rows of a parameter, by its present name: (name, start, stop).
+
+    The checkpoint may be of an earlier version, which saved it under another name.
+    """
     saved = saved_rows(parameter_shapes(model), weights.shapes, model.earlier_names)
-    whole = lru_cache(maxsize=1)(weights.read)  # experts are stacked: read a stack once for all
+    # An export reads a stack of experts one expert after the other: keep the last tensor.
+    whole = lru_cache(maxsize=1)(weights.read)
 
     def read(name: str, start: int, stop: int) -> Tensor:
-        """Return rows of a parameter, with all dims but the last flattened."""
+        """Return rows `start` to `stop` of a parameter, with all dims but the last flattened."""
         first, found = saved[name].first, whole(saved[name].name)
         rows = found.flatten(0, -2) if found.dim() > 2 else found
-        # A copy: while they wait for their file, these rows must not keep the whole tensor alive.
+        # Copy them: a view would keep the whole tensor alive until its file is written.
         return rows[first + start : first + stop].clone()
 
     return read
@@ -190,8 +201,10 @@ def plain_decoder(weights: CheckpointWeights, section: ModelConfig, dtype: str) 
     check_shapes(weights.info, parameter_shapes(traced), traced.earlier_names)
     decoder, read = copy.deepcopy(traced.model), _rows_of(weights, traced)
     found: dict[int, nn.Parameter] = {}
+    # A list: the loop replaces parameters.
     for name, parameter in [*decoder.named_parameters(remove_duplicate=False)]:
         if id(parameter) not in found:  # a tied parameter is read once
+            # Number of rows with all dims but the last flattened, as `read` has them.
             rows = parameter.shape[: max(1, parameter.dim() - 1)].numel()
             own = _in_dtype(read(name, 0, rows), dtype).view(parameter.shape)
             found[id(parameter)] = nn.Parameter(own, requires_grad=False)
@@ -203,7 +216,10 @@ def plain_decoder(weights: CheckpointWeights, section: ModelConfig, dtype: str) 
 def as_saved(
     weights: CheckpointWeights, folder: str, dtype: str, overrides: Mapping[str, Any] | None
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield a run's weights as transformers saves those of the model in `folder`."""
+    """Yield a run's weights under the names, and in the shapes, of the files in `folder`.
+
+    `folder` and `overrides` are `model.hf` and `model.hf_overrides` of the run.
+    """
     from isp.models.loading import exported_tensors
 
     return exported_tensors(
@@ -214,17 +230,20 @@ def as_saved(
 def _plan_as_named(
     weights: CheckpointWeights, source: Path, dtype: str, overrides: Mapping[str, Any] | None
 ) -> _Plan:
-    """Return the plan for a run of `model.hf`, as transformers saves such a model."""
+    """Return the plan for a run of `model.hf`: weights named as in the files of that folder."""
     require("an export of model.hf", "transformers", "safetensors")
     described = {**read_config(str(source), overrides), "torch_dtype": dtype}
-    # These describe the weights in the source's files, not the exported ones.
-    for of_the_files in ("dtype", "quantization_config"):
-        described.pop(of_the_files, None)
+    # These keys describe the weights in the source's files, not the exported ones.
+    for key in ("dtype", "quantization_config"):
+        described.pop(key, None)
     return _Plan(described, as_saved(weights, str(source), dtype, overrides))
 
 
 def _model(info: CheckpointInfo, values: Mapping[str, Any]) -> ModelConfig:
-    """Return the section `model` from its saved values; raise ValueError if it is not valid now."""
+    """Return the `model` section with the saved `values`.
+
+    Raises ValueError if this version does not accept them.
+    """
     try:
         return TypeAdapter(ModelConfig).validate_json(json.dumps(values), strict=True)
     except ValidationError as error:
@@ -243,7 +262,7 @@ def _in_dtype(tensor: Tensor, dtype: str) -> Tensor:
 
 
 def _copy_companions(kept: Mapping[str, Any], source: Path | None, folder: Path) -> bool:
-    """Copy tokenizer and model code to `folder`; return True if it has a tokenizer then."""
+    """Copy tokenizer and model code to `folder`; return True if it then has a tokenizer."""
     from isp.models.huggingface.weight_files import copy_tokenizer
 
     if source is not None:

@@ -1,44 +1,17 @@
-"""Choice of the run that a start continues, and of its checkpoint: find, claim, open.
+"""Which run a start continues, and from which checkpoint: find, claim, open.
 
 A start is one `isp train`, on all its ranks: a launch by the user, or a restart by torchrun. It has
-three steps, which follow each other in this file; the design notes draw them ("Which run is
-resumed"):
+three steps, which follow each other in this file:
 
     find     `_find`: the run and its folder of checkpoints; its four cases are numbered there
     claim    `_claimed`, `open_run`: the locks, a copy from the store, checks, the run's folder
-    open     `begin_run`, on all ranks: the checkpoint that is loaded
+    open     `begin_run`, on all ranks: load the checkpoint
 
 `isp train --nproc` calls `check_start` before its ranks start, which finds and checks but makes
 nothing. Rank 0 then calls `open_run`, which finds again: a run may have been started in between.
 
-[Note: Order of runs] The name of a run is the time of its start, but names do not decide which run
-is the newest: a clock may be set back, or differ between machines. `launch.json` decides. It keeps
-the time of the last launch, which is made greater than that of each earlier launch of the job, so a
-launch on a slow clock is still the newest. It is a time and not a number of its own because runs of
-earlier versions have it, too, and because a run that has lost its file can be placed among the
-others by its name.
-
-[Note: Finished runs] A run has finished when its `launch.json` says so, which is written last,
-after the checkpoint, the metrics and the evaluation of the last step. Until then the same command
-resumes it, even with no step left, and completes what is missing. A finished run is resumed only
-if its newest good checkpoint has fewer than `training.steps` steps and the same model and data, or
-`checkpoint.allow_changes` is set.
-
-[Note: Restarts] Ranks that torchrun restarts stay in their run, whatever the configuration says,
-whether the run has a checkpoint yet or has finished: otherwise a rank that dies while the others
-end would have everything trained once more. `launch.json` names the process of torchrun that
-started rank 0, which is the same after a restart. torchrun's count of restarts is less reliable: on
-several machines it counts only failures of its own ranks, so it is 0 for rank 0 if another
-machine's rank died. The count decides if the process is unknown or rank 0 has moved to another
-machine.
-
-A launch by the user is another launch, and does not train a finished run again. With `isp train
---nproc` a run counts as finished only if its ranks also ended well: then a loop that repeats the
-command until it succeeds loads the last checkpoint and ends.
-
-[Note: Starts] Starts of one job wait for each other until each has its folder and the lock on its
-checkpoints. A start is refused if the run that it would resume, or a newer one without a checkpoint
-yet, is in progress.
+See [Note: Order of runs], [Note: Finished runs], [Note: Restarts] and [Note: Starts] in
+docs/design/notes/train.md.
 """
 
 from __future__ import annotations
@@ -110,39 +83,39 @@ __all__ = [
 logger = logging.getLogger(__name__)
 
 _Choose = Callable[[Callable[[], Candidates]], CheckpointInfo | None]
-"""Chooses the first good one of the candidates that a function finds: `preview`, or
-`Checkpointer.choose` on all ranks."""
+"""Type of functions that return the first undamaged of some candidates, given a function that
+finds these: `preview` on one rank, or `Checkpointer.choose` on all."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Start:
-    """The run that this start continues, and its checkpoints, as found, claimed and opened."""
+    """The run that a start continues or begins, and the folder of its checkpoints."""
 
     folder: RunFolder
-    """Folder of the run. A new one exists once `open_run` has made it, maybe with a number more."""
+    """Folder of the run. For a new run it is made by `open_run`, which may add a number to it."""
     is_new: bool
-    """True if the run is new."""
+    """True if the run is new, False if it is continued."""
     checkpoints: Path
     """Folder that the run saves checkpoints to: `checkpoint.folder`, or the one in its folder."""
     resumes: bool
     """True if that folder may have a checkpoint to resume from."""
     launched_at: float | None = None
-    """Time of the launch, from `launch_time`; the same after a restart of its ranks. None for a new
-    launch until `open_run` has written its `launch.json`."""
+    """Time of the launch, from `launch_time`; a restart of its ranks keeps it. None for a new
+    launch until `open_run` has written it to `launch.json`."""
     note: str = ""
-    """Warnings, one a line: why the previous run is not resumed, and copies in a store that cannot
-    be used."""
+    """Warnings, one on each line: why the previous run is not resumed, and which copies in the
+    store cannot be used."""
     copied: int | None = None
     """Step of the checkpoint that was copied from `checkpoint.upload_to`; None if none was."""
 
 
-# -- the calls --------------------------------------------------------------------------------
+# -- called from other files ------------------------------------------------------------------
 
 
 def check_start(config: JobConfig, topology: Topology) -> None:
-    """Raise the errors of `open_run` that can be found without making anything.
+    """Raise the errors that `open_run` would raise, as far as they show without making anything.
 
-    Call it before the ranks start.
+    A launcher calls it before its ranks start.
     """
     with _claimed(config, topology, makes=False) as start:
         if start.is_new:
@@ -154,7 +127,7 @@ def check_start(config: JobConfig, topology: Topology) -> None:
 def resumed(config: JobConfig) -> CheckpointInfo | None:
     """Return the checkpoint that `config` would resume from, in any layout; None for a new run.
 
-    Makes nothing. Raises ValueError or OSError, like `open_run`, for what can be found this way.
+    Makes no file or folder. Raises ValueError or OSError if the run cannot be found or continued.
     """
     return _own_checkpoint(_find(config, None), config.checkpoint, preview)
 
@@ -163,7 +136,7 @@ def resumed(config: JobConfig) -> CheckpointInfo | None:
 def open_on_all_ranks(config: JobConfig, mesh: Mesh) -> Iterator[Start]:
     """Enter `open_run` on rank 0, and yield its result on all ranks; entering is a collective.
 
-    Raises ValueError on all ranks if it fails on rank 0.
+    Raises ValueError on all ranks if `open_run` fails on rank 0.
     """
     opened: dict[str, Any] | None = None
     fault: str | None = None
@@ -175,6 +148,7 @@ def open_on_all_ranks(config: JobConfig, mesh: Mesh) -> Iterator[Start]:
                 opened = {**vars(start), **paths}
             except (ValueError, OSError) as error:
                 fault = str(error)
+        # Send an error too: if rank 0 raised before this, the others would wait here.
         opened, fault = exchange(mesh.host, (opened, fault))[0]
         if fault is not None:
             raise ValueError(fault)
@@ -186,7 +160,7 @@ def open_on_all_ranks(config: JobConfig, mesh: Mesh) -> Iterator[Start]:
 
 @contextmanager
 def open_run(config: JobConfig, topology: Topology) -> Iterator[Start]:
-    """Make or reopen the folder of the run; in this context its checkpoints are locked.
+    """Context that makes or reopens the folder of the run, with its checkpoints locked.
 
     Call it on one rank. Raises ValueError or OSError if a folder cannot be written to, if another
     run uses it, or if the checkpoint to begin from does not exist, is damaged, or is of a run with
@@ -199,7 +173,8 @@ def open_run(config: JobConfig, topology: Topology) -> Iterator[Start]:
         with ExitStack() as starting:
             with explained(f"job.dump_folder={job.dump_folder}"):
                 job_folder.mkdir(parents=True, exist_ok=True)
-                # Not the name of a checkpoint folder's lock: checkpoint.folder may be this folder.
+                # Another name than `.lock` of a folder of checkpoints: checkpoint.folder may be
+                # this folder, and the start would then be refused by its own lock.
                 other = "another start of this job, which may be copying from checkpoint.upload_to"
                 starting.enter_context(folder_lock(job_folder, ".start.lock", waits_for=other))
             start = held.enter_context(_claimed(config, topology, makes=True))
@@ -208,10 +183,10 @@ def open_run(config: JobConfig, topology: Topology) -> Iterator[Start]:
             else:
                 folder = RunFolder.reopen(start.folder.path)
             start = replace(start, folder=folder)
-            if not start.resumes:  # the folder of checkpoints is new, so it is locked only now
+            if not start.resumes:  # `_claimed` could not lock this folder, which is made just now
                 start = replace(start, checkpoints=folder.checkpoint_folder)
                 held.enter_context(_locked(start.checkpoints))
-            if start.launched_at is None:  # else restarted ranks: their launch is recorded already
+            if start.launched_at is None:  # else these ranks were restarted: same launch as before
                 at = launch_time(job)
                 folder.write_launch(LaunchRecord(launch_id(), at, launcher=launcher()))
                 start = replace(start, launched_at=at)
@@ -219,10 +194,10 @@ def open_run(config: JobConfig, topology: Topology) -> Iterator[Start]:
 
 
 def reopen_finished(job: JobSection) -> None:
-    """Mark the newest run as not finished, if ranks that this process started have finished it.
+    """Mark the newest run as not finished, if it was finished by ranks that this process started.
 
-    A launcher calls this if one of its ranks failed: the same command then resumes the run, finds
-    no step left, and ends it.
+    A launcher calls this if one of its ranks failed although the run had finished: the same command
+    then resumes the run, finds no step left, and marks it as finished.
     """
     for run in earlier_runs(job)[:1]:
         launch, own = run.launch(), process_name(os.getpid())
@@ -234,20 +209,20 @@ def reopen_finished(job: JobSection) -> None:
 
 
 def _find(config: JobConfig, topology: Topology | None) -> Start:
-    """Return the run to continue, or the new one to make, the first of four cases that applies.
+    """Return the run to continue, or the new one to make: the first of four cases that applies.
 
-    Makes nothing. Raises ValueError, with the reason, if the run that comes first in that list
+    Makes no file or folder. Raises ValueError, with the reason, if the run of the first such case
     cannot be continued. `topology`: see `compare`.
     """
     job, checkpoint = config.job, config.checkpoint
     given: Path | None = None
     if checkpoint.folder is not None:
         _check_folder(Path(checkpoint.folder))
-        # It may go through `latest`, which will be this run's link.
+        # The path may go through the link `latest`, which this start will point to its own run.
         given = Path(checkpoint.folder).resolve()
 
     # 1. Restarted ranks stay in their run, whatever auto_resume and load_step say, and also if the
-    # run has finished.
+    # run has finished [Note: Restarts].
     if (restarted := _restarted_run(job)) is not None:
         run, launch = restarted
         return Start(
@@ -260,12 +235,12 @@ def _find(config: JobConfig, topology: Topology | None) -> Start:
 
     new = RunFolder(Path(job.dump_folder).absolute() / job.name / run_name())
     load_step = checkpoint.load_step
-    goes_on = checkpoint.auto_resume or load_step is not None
+    may_resume = checkpoint.auto_resume or load_step is not None
 
-    # 2. The checkpoints of `checkpoint.folder` are resumed by a new run.
+    # 2. With `checkpoint.folder`, a new run resumes from the checkpoints in it.
     if given is not None:
         steps = CheckpointFolder(given).steps()
-        if steps and not goes_on:
+        if steps and not may_resume:
             raise ValueError(
                 f"checkpoint.auto_resume=false, but checkpoint.folder={given} has checkpoints, up"
                 f" to step {steps[0]}: name another folder, or leave out auto_resume to resume"
@@ -273,19 +248,20 @@ def _find(config: JobConfig, topology: Topology | None) -> Start:
             )
         return Start(folder=new, is_new=True, checkpoints=given, resumes=True)
 
-    # 3. The runs of the job, the last launched first.
+    # 3. The last launched run of the job that has checkpoints [Note: Order of runs].
     new_start = Start(folder=new, is_new=True, checkpoints=new.checkpoint_folder, resumes=False)
-    for run in earlier_runs(job) if goes_on else ():
+    for run in earlier_runs(job) if may_resume else ():
         found = Start(folder=run, is_new=False, checkpoints=run.checkpoint_folder, resumes=True)
         launched = run.launch()
-        # With load_step the user names a checkpoint, also of a finished run. If the run lacks that
-        # step, `candidates_in` refuses the start.
+        # A finished run is resumed only for a reason [Note: Finished runs]. With load_step the user
+        # has named its checkpoint; if the run lacks that step, `candidates_in` refuses the start.
         if launched is not None and launched.finished_step is not None and load_step is None:
             note = _why_not_resumed(run, launched.finished_step, config, topology)
             return replace(new_start, note=note) if note else found
         if not CheckpointFolder(run.checkpoint_folder).steps():
-            # In progress, but not saved yet: the same command given twice must not train the same
-            # steps in two runs. Without a lock the run ended before its first checkpoint.
+            # If a process holds the lock, this run is in progress and has not saved yet: refuse, or
+            # the same command, given twice, would train the same steps in two runs. Without a lock
+            # the run ended before its first checkpoint: look at the run before it.
             check_unlocked(run.checkpoint_folder)
             continue
         return found
@@ -300,7 +276,7 @@ def _find(config: JobConfig, topology: Topology | None) -> Start:
 
 
 def _check_folder(folder: Path) -> None:
-    """Raise ValueError unless `folder` has checkpoints, is empty, or can be made."""
+    """Raise ValueError unless `checkpoint.folder` has checkpoints, is empty, or can be made."""
     there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     checkpoints = CheckpointFolder(folder)
     contents = describe_contents(there)
@@ -315,18 +291,25 @@ def _check_folder(folder: Path) -> None:
 
 
 def earlier_runs(job: JobSection) -> list[RunFolder]:
-    """Return the runs of `job`, the last launched one first [Note: Order of runs]."""
+    """Return the runs of `job`, the last launched one first.
+
+    See [Note: Order of runs] in docs/design/notes/train.md.
+    """
     return [run for *_, run in sorted(_launches(job), key=lambda found: found[:2], reverse=True)]
 
 
 def launch_time(job: JobSection) -> float:
-    """Return the time of a launch of `job` now; greater than that of each earlier launch."""
+    """Return the current time, made greater than that of each earlier launch of `job`."""
     newest = max((at for at, *_ in _launches(job)), default=0.0)
     return max(time.time(), math.nextafter(newest, math.inf))
 
 
 def _launches(job: JobSection) -> Iterator[tuple[float, int, RunFolder]]:
-    """Yield the time of the last launch, the number in the name, and the folder of each run."""
+    """Yield, for each run of `job`, the time of its last launch, its number, and its folder.
+
+    The number is that in its name (`<time>_2`), or 1. A run without a valid `launch.json` has the
+    time in its name; a folder with neither is left out.
+    """
     folder = Path(job.dump_folder) / job.name
     for path in folder.iterdir() if folder.is_dir() else ():
         match = RUN_NAME.fullmatch(path.name)
@@ -340,9 +323,9 @@ def _launches(job: JobSection) -> Iterator[tuple[float, int, RunFolder]]:
 
 
 def _restarted_run(job: JobSection) -> tuple[RunFolder, LaunchRecord] | None:
-    """Return the run of these ranks and its launch, if torchrun has started them again.
+    """Return the run of these ranks and its launch, if torchrun has restarted the ranks; else None.
 
-    [Note: Restarts] has the reasons.
+    See [Note: Restarts] in docs/design/notes/train.md.
     """
     own, environment = launcher(), os.environ
     counted = environment.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
@@ -351,8 +334,9 @@ def _restarted_run(job: JobSection) -> tuple[RunFolder, LaunchRecord] | None:
         launch = run.launch()
         if launch is None or launch.id != launch_id():
             continue
-        # Launches may share a name ("none"), so the count is taken to mean the newest run only. One
-        # process may launch several times: on one machine the count tells a restart from that.
+        # Launches may have the same name ("none"), so a count of restarts is taken to be about the
+        # newest run. One process may launch several times; on one machine, a count of 0 shows that
+        # this is a launch and not a restart.
         is_same = own and launch.launcher == own and (counted or not on_one_machine)
         if is_same or (counted and number == 0):
             return run, launch
@@ -365,22 +349,25 @@ def launch_id() -> str:
 
 
 def launcher() -> str:
-    """Return the name of the torchrun process that started this rank; "" if unknown.
+    """Return a unique name for the torchrun process that started this rank; "" if unknown.
 
-    It stays the same when ranks are restarted. Another process has another name.
+    It stays the same when torchrun restarts its ranks.
     """
     return process_name(os.getppid()) if "TORCHELASTIC_RUN_ID" in os.environ else ""
 
 
 def process_name(process: int) -> str:
-    """Return a name for the process with id `process` that is unique over time; "" off Linux."""
+    """Return a name for the process with id `process` that no other process ever has.
+
+    Returns "" if the process does not exist or the system is not Linux.
+    """
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         stat = Path(f"/proc/{process}/stat").read_text()
     except OSError:
         return ""
-    # Time of its start, as ids are used again. The name of the program, in parentheses, may contain
-    # spaces, so count the fields after it.
+    # Process ids are reused, so add the time of the start: field 22 of /proc/<id>/stat. Field 2,
+    # the program's name in parentheses, may contain spaces, so count from its end.
     ticks = stat.rpartition(")")[2].split()[19]
     return f"process {process} of boot {boot}, started at tick {ticks}"
 
@@ -388,20 +375,23 @@ def process_name(process: int) -> str:
 def _why_not_resumed(
     run: RunFolder, finished_step: int, config: JobConfig, topology: Topology | None
 ) -> str:
-    """Return the reason not to resume `run`, which has finished; "" if it is to be resumed."""
+    """Return the reason why `run`, which has finished, is not resumed; "" if it is resumed.
+
+    See [Note: Finished runs] in docs/design/notes/train.md.
+    """
     own = preview(lambda: candidates_in(CheckpointFolder(run.checkpoint_folder)))
-    over = f"not resumed: {run.path} finished at step {finished_step}"
+    finished = f"not resumed: {run.path} finished at step {finished_step}"
     if own is None or own.step >= config.training.steps:
         return (
-            f"{over}; this is a new run (more training.steps resume the finished one, another"
-            " job.name keeps runs apart)"
+            f"{finished}; this is a new run (to resume the finished one, increase training.steps;"
+            " to keep runs apart, use another job.name)"
         )
     refused, _ = compare(own, config, topology)
     if not refused or config.checkpoint.allow_changes:
         return ""
     return (
-        f"{over}, with another model or other data ({'; '.join(refused)}); this is a new run"
-        " (another job.name keeps runs apart)"
+        f"{finished}, with another model or other data ({'; '.join(refused)}); this is a new run"
+        " (to keep runs apart, use another job.name)"
     )
 
 
@@ -410,7 +400,7 @@ def _why_not_resumed(
 
 @contextmanager
 def _claimed(config: JobConfig, topology: Topology, *, makes: bool) -> Iterator[Start]:
-    """Find the run and check it; in this context its folder of checkpoints, if any, is locked.
+    """Context that finds and checks the run, with its folder of checkpoints locked if it exists.
 
     `makes`: also make that folder, and copy a checkpoint to it from `checkpoint.upload_to`.
     """
@@ -426,7 +416,7 @@ def _claimed(config: JobConfig, topology: Topology, *, makes: bool) -> Iterator[
 
 @contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """Make `folder` for checkpoints if necessary, and lock it in this context.
+    """Context that locks the folder of checkpoints `folder`, and makes it if necessary.
 
     Raises ValueError if it cannot be written to, or if another run holds the lock.
     """
@@ -439,26 +429,27 @@ def _locked(folder: Path) -> Iterator[None]:
 
 
 def _filled(start: Start, checkpoint: CheckpointConfig) -> Start:
-    """Copy the checkpoint to resume from out of the store, if the run's folder has none.
+    """Copy a checkpoint from `checkpoint.upload_to`, if the folder of checkpoints has none.
 
-    Returns `start` with its step, and a warning for each newer one that cannot be used. Raises
-    ValueError if the store cannot be read, or lacks `checkpoint.load_step`.
+    Copies that of `load_step`, or the newest good one. Returns `start` with the copied step, and a
+    warning for each newer copy in the store that is damaged. Raises ValueError if the store cannot
+    be read, has only damaged copies, or lacks `load_step`.
     """
     url, load_step, folder = checkpoint.upload_to, checkpoint.load_step, start.checkpoints
     there = CheckpointFolder(folder)
     if url is None or there.steps() or not (checkpoint.auto_resume or load_step is not None):
         return start
-    way_on = "checkpoint.auto_resume=false begins a new run"
+    remedy = "checkpoint.auto_resume=false begins a new run"
     if load_step is not None:
-        way_on = f"name another step than checkpoint.load_step={load_step}, or leave the key out"
+        remedy = f"name another step than checkpoint.load_step={load_step}, or leave the key out"
     try:
         copied, faults = RemoteCheckpoints(url).fill(there, load_step)
     except Damaged as error:
-        raise ValueError(f"checkpoint.upload_to={url}: {error}; {way_on}") from error
-    except Exception as error:  # any error of any file system, or of its network
+        raise ValueError(f"checkpoint.upload_to={url}: {error}; {remedy}") from error
+    except Exception as error:  # libraries of file systems raise exceptions of their own
         why = first_line(error)
         raise ValueError(
-            f"checkpoint.upload_to={url} cannot be read ({why}), and {folder} is empty: {way_on}"
+            f"checkpoint.upload_to={url} cannot be read ({why}), and {folder} is empty: {remedy}"
         ) from error
     if copied is None and load_step is not None:
         raise ValueError(
@@ -470,10 +461,14 @@ def _filled(start: Start, checkpoint: CheckpointConfig) -> Start:
 
 
 def _check(start: Start, config: JobConfig, topology: Topology) -> None:
-    """Raise ValueError or OSError if the run cannot begin from the checkpoint that it finds."""
+    """Check that the run can begin from the checkpoint that it would load, if there is one.
+
+    Reads manifests and file sizes only. Raises ValueError or OSError if it cannot.
+    """
     info, is_own = _first_checkpoint(start, config.checkpoint, preview)
     if info is None:
         return
+    # Of a checkpoint of which only the weights are loaded, step and data do not matter.
     if is_own or not config.checkpoint.initial_load_model_only:
         if info.step > config.training.steps:
             raise ValueError(
@@ -493,10 +488,10 @@ def _check(start: Start, config: JobConfig, topology: Topology) -> None:
 def _first_checkpoint(
     start: Start, checkpoint: CheckpointConfig, choose: _Choose
 ) -> tuple[CheckpointInfo | None, bool]:
-    """Return the checkpoint that the run begins from, and True if it is the run's own.
+    """Return the checkpoint that the run begins from, and whether it is one of the run's own.
 
-    A run's own checkpoint comes before `initial_load_path`, which is for its first start. None:
-    the run begins from the initial weights.
+    The run's own checkpoint comes before that of `initial_load_path`, which is only for the run's
+    first start. Returns None if there is neither: the run begins from the initial weights.
     """
     if (own := _own_checkpoint(start, checkpoint, choose)) is not None:
         return own, True
@@ -515,16 +510,17 @@ def _first_checkpoint(
 def _own_checkpoint(
     start: Start, checkpoint: CheckpointConfig, choose: _Choose
 ) -> CheckpointInfo | None:
-    """Return the checkpoint of its own that the run resumes from; None if there is none.
+    """Return the checkpoint in the run's folder of checkpoints to resume from; None without one.
 
-    It is the one of `load_step`, or the newest good one (`candidates_in`).
+    It is that of `load_step`, or the newest good one (`candidates_in`).
     """
     if not start.resumes:
         return None
     folder, load_step = CheckpointFolder(start.checkpoints), checkpoint.load_step
 
     def find() -> Candidates:
-        # A step that is only in the store is no error here: `_filled` copies it, or refuses.
+        # Without a copy, `load_step` may still be in the store: that is not an error here, since
+        # `_filled` copies it or refuses the start.
         in_store = checkpoint.upload_to is not None and not folder.steps()
         return candidates_in(folder, None if in_store else load_step, launch=start.launched_at)
 
@@ -534,10 +530,10 @@ def _own_checkpoint(
 def begin_run(start: Start, config: JobConfig, checkpoints: RunCheckpoints) -> Progress:
     """Load the state that the run begins from, and return its progress.
 
-    A collective, which verifies every byte of a checkpoint before it is loaded. Raises ValueError
-    or CheckpointError on all ranks.
+    A collective. It verifies every byte of a checkpoint before it loads it. Raises ValueError or
+    CheckpointError on all ranks.
     """
-    # Checkpoints of adapters lack the base model, so it gets its weights in any case.
+    # A checkpoint of adapters lacks the base model: give that its weights first.
     if not checkpoints.are_whole:
         checkpoints.init_weights()
     checkpointer = checkpoints.checkpointer
@@ -554,7 +550,7 @@ def begin_run(start: Start, config: JobConfig, checkpoints: RunCheckpoints) -> P
         checkpointer.upload_again(info)
         return progress
     if not config.checkpoint.initial_load_model_only:
-        # The record belongs to the metrics of the run that saved the checkpoint.
+        # Drop the record: it belongs in the metrics file of the run that saved the checkpoint.
         return checkpoints.load(info)._replace(record=None)
     checkpoints.load_weights(info)
     return Progress(0, 0)

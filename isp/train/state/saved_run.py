@@ -1,7 +1,7 @@
-"""Values about its run in a checkpoint: saved, loaded, compared with the configuration now.
+"""What the checkpoints of a run keep about the run, and its comparison with the configuration.
 
-Next to the state of a training step (`SavedStep`) these are plain values, under the keys below. A
-checkpoint from elsewhere may lack any of them, or have it in another form.
+These are plain values in the manifest, under the keys below, next to the state of a training step
+(`SavedStep`). A checkpoint of another program may lack any of them, or have it in another form.
 """
 
 from __future__ import annotations
@@ -42,22 +42,22 @@ __all__ = [
 logger = logging.getLogger(__name__)
 
 _CONFIG = "config"
-"""Key of the configuration of the run."""
+"""Manifest key of the run's configuration."""
 _SEQUENCES = "sequences_per_step"
-"""Key of the number of sequences of a step, over all ranks."""
+"""Manifest key of the number of sequences in a step, over all ranks."""
 _STREAM = "stream"
-"""Key of the place in the stream of data where the next step begins."""
+"""Manifest key of the place in the stream of data where the next step begins."""
 _RECORD = "record"
-"""Key of the record of the step, as it stands in `metrics.jsonl`."""
+"""Manifest key of the step's record, in the form of a line of `metrics.jsonl`."""
 
 _SHARES = (".weight", ".name")
-"""Suffixes of keys of a mixture that do not change the order in which a source is read."""
+"""Ends of keys below `data.source` that do not change the order in which a source is read."""
 RETRY_SECONDS = 10
 """Seconds between attempts at the last save of a run."""
 
 
 class Progress(NamedTuple):
-    """The progress of a run at the end of a step, as checkpoints keep it."""
+    """The progress of a run at the end of a step, as it is saved in checkpoints."""
 
     step: int
     """Number of steps done."""
@@ -66,8 +66,8 @@ class Progress(NamedTuple):
     record: StepRecord | None = None
     """Record of the last step, without its evaluation; None if the step has no record.
 
-    With it, a run that ended after the save but before writing the record completes its metrics
-    when it resumes.
+    A run may end after it has saved and before it has written the record. When it resumes, it
+    writes this one.
     """
     place: Plain = None
     """Place in the stream of data where the next step begins; None without a stream, and on ranks
@@ -77,8 +77,8 @@ class Progress(NamedTuple):
 class RunCheckpoints:
     """Saves and loads a run: tensors, skipped steps, random states, and values about the run.
 
-    `folder` is where it saves, `launched_at` the time of its launch. All methods are collectives
-    over the world.
+    `folder` is the folder of its checkpoints, `launched_at` the time of its launch. All methods are
+    collectives over the world.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class RunCheckpoints:
     ) -> None:
         self.checkpointer = Checkpointer(folder, config.checkpoint, world=mesh[Axis.WORLD])
         self.are_whole: bool = train_step.built.model.checkpoints_frozen
-        """False if checkpoints have adapters only: loading one leaves the base model as it is."""
+        """False if checkpoints have only adapters: loading one does not load the base model."""
         self._launched_at = launched_at
         self._config = config
         self._mesh = mesh
@@ -100,21 +100,24 @@ class RunCheckpoints:
         self._saved = SavedStep(train_step)
 
     def init_weights(self) -> None:
-        """Give the model its initial weights; raises on all ranks if that fails on any."""
+        """Give the model its initial weights.
+
+        Raises CheckpointError on all ranks if that fails on any rank.
+        """
         seed, what = self._config.training.seed, "making the initial weights"
         attempt(self._mesh.host, what, lambda: self._train_step.init_weights(seed))
         self._train_step.weights_changed()
 
     def load_weights(self, info: CheckpointInfo) -> None:
-        """Load the weights of a checkpoint of any run of this model, to begin at step 0."""
+        """Load only the weights of a checkpoint, of any run of this model, to begin at step 0."""
         self._saved.load(self.checkpointer, info, weights_only=True)
         logger.info("begins at step 0 with the weights of %s", info.describe())
 
     def load(self, info: CheckpointInfo) -> Progress:
-        """Load all of a checkpoint, log the differences to its run, and return its progress.
+        """Load a checkpoint, log how its run's configuration differs, and return its progress.
 
-        Raises ValueError for a checkpoint of another model or other data, or without a place in the
-        stream of data.
+        Raises ValueError if the checkpoint is of another model or other data, or lacks the place in
+        the stream of data.
         """
         changes = check_changes(info, self._config, self._mesh.topology)
         place = stream_place(info, self._config)
@@ -124,12 +127,15 @@ class RunCheckpoints:
             logger.info("  %s", change)
         text, record = resumed.shared.get(_RECORD), None
         if isinstance(text, str):
-            with suppress(ValueError):  # a record of another version: the step is then without one
+            with suppress(ValueError):  # a record of another version: go on without the record
                 record = StepRecord.from_json(text)
         return Progress(resumed.step, resumed.tokens, record, place)
 
     def save(self, done: Progress, *, wait: bool = False) -> None:
-        """Save a checkpoint; see `Checkpointer.save`, also for its errors."""
+        """Save a checkpoint and publish it; in async mode without `wait`, in the background.
+
+        Raises CheckpointError as `Checkpointer.save` does.
+        """
         self._saved.save(
             self.checkpointer,
             done.step,
@@ -144,9 +150,9 @@ class RunCheckpoints:
         )
 
     def save_at_last(self, done: Progress) -> None:
-        """Save at the end of a run, retrying for `checkpoint.last_save_retry_seconds`.
+        """Save at the end of a run, and retry for `checkpoint.last_save_retry_seconds`.
 
-        Raises CheckpointError if that fails.
+        Raises CheckpointError if no attempt succeeds.
         """
         given = left = self._config.checkpoint.last_save_retry_seconds
         while True:
@@ -156,42 +162,49 @@ class RunCheckpoints:
                 if left <= 0:
                     raise CheckpointError(
                         f"{error} The last save of the run was tried for {given} s"
-                        f" (checkpoint.last_save_retry_seconds): steps after them are lost."
+                        f" (checkpoint.last_save_retry_seconds): steps since the checkpoint before"
+                        f" are lost."
                     ) from None
                 logger.error("%s Trying again for %.0f s: make room there.", error, left)
-            # Counted instead of timed: all ranks have to make the same number of attempts.
+            # Count down instead of reading a clock: each attempt is a collective, so all ranks have
+            # to make the same number of attempts.
             time.sleep(min(left, RETRY_SECONDS))
             left -= RETRY_SECONDS
 
 
-# -- compared with the configuration now ------------------------------------------------------
+# -- comparison of a checkpoint with the present configuration --------------------------------
 
 
 def saved_config(info: CheckpointInfo) -> dict[str, Any] | None:
-    """Return the plain values of the configuration in a checkpoint; None if it has none."""
+    """Return the configuration in a checkpoint as plain values; None if it has none.
+
+    Keys that an earlier version lacked have the values by which that version behaved.
+    """
     found = info.manifest.shared.get(_CONFIG)
     return KeyTable.of(JobConfig).upgraded(found) if isinstance(found, dict) else None
 
 
 def saved_sequences(info: CheckpointInfo) -> int | None:
-    """Return the sequences of a step, over all ranks, of the run that saved a checkpoint.
+    """Return the number of sequences in a step, over all ranks, in the run that saved `info`.
 
-    None if the checkpoint has no such number.
+    Returns None if the checkpoint does not have it.
     """
     return info.manifest.shared.get(_SEQUENCES)
 
 
 def saved_values(config: JobConfig, topology: Topology) -> dict[str, Any]:
-    """Return the plain values that a checkpoint keeps for `check_changes` on resuming."""
+    """Return the plain values to save in a checkpoint, with which `compare` compares later."""
     return {_CONFIG: to_plain(config, redact=True), _SEQUENCES: config.sequences(topology)}
 
 
 def compare(
     info: CheckpointInfo, config: JobConfig, topology: Topology | None
 ) -> tuple[list[str], list[str]]:
-    """Return the differences of `check_changes`: those that are refused, and the others.
+    """Return two lists of differences from the run that saved a checkpoint, each as a line.
 
-    Without a topology, which has not been chosen yet, ranks and sequences are not compared.
+    The first has those with which a run may not resume, since they make another model or another
+    order of the data; the second has the others. `topology` None: no layout has been chosen yet, so
+    ranks and sequences are not compared.
     """
     saved = saved_config(info)
     if saved is None:
@@ -199,13 +212,15 @@ def compare(
     lines: list[str] = []
     refused: list[str] = []
     keys = KeyTable.of(JobConfig)
-    # A URL with another signature names the same data; older checkpoints have the whole one.
+    # URLs are compared without signatures, which change while the data stays the same. Checkpoints
+    # of earlier versions have them, so remove them from these too.
     here_now = to_plain(config, redact=True)
     for key, there, here in keys.differences(redacted_values(saved), here_now):
         if key == "data.add_bos" and not takes_bos(config.data):
-            continue  # the same tokens either way
+            continue  # without a BOS in the data, the key changes no token
         line = f"{key}: {there} there, {here} now"
-        # Keys of model and data are refused, and unknown keys, which may be such keys too.
+        # Keys of the model and of the data may not change. Keys that this version does not know
+        # (role None) may be such keys, so they may not either.
         role = keys.role(tuple(key.split(".")))
         makes_another = role in (KeyRole.MODEL, KeyRole.DATA, None)
         (refused if makes_another else lines).append(line)
@@ -220,7 +235,7 @@ def compare(
 
 
 def check_changes(info: CheckpointInfo, config: JobConfig, topology: Topology) -> list[str]:
-    """Return the differences from the run that saved a checkpoint, a line each.
+    """Return the differences from the run that saved a checkpoint, as lines for the log.
 
     Raises ValueError for differences that make another model or another order of the data, unless
     `checkpoint.allow_changes` is set.
@@ -238,10 +253,10 @@ def check_changes(info: CheckpointInfo, config: JobConfig, topology: Topology) -
 
 
 def stream_place(info: CheckpointInfo, config: JobConfig) -> Plain:
-    """Return a checkpoint's place in the stream of data; None without `data.streaming`.
+    """Return where in the stream of data a checkpoint ended; None without `data.streaming`.
 
-    Raises ValueError if the checkpoint has no place that is valid for `config`, unless
-    `data.streaming_restart` is set: then returns None.
+    Raises ValueError if the checkpoint has no place that is valid for `config`. With
+    `data.streaming_restart` it returns None instead: read from the beginning.
     """
     if not config.data.streaming or info.step == 0:
         return None
@@ -249,8 +264,8 @@ def stream_place(info: CheckpointInfo, config: JobConfig) -> Plain:
     places = [place] if parts == 1 else place
     has_form = isinstance(places, list) and len(places) == parts and all(map(is_place, places))
     why = "" if has_form else "it was saved without one"
-    # A place counts files and documents in the order of the seed: in other data, or with another
-    # seed, it means nothing. A URL with another signature names the same data.
+    # A place counts files and documents in the order that the seed gives: in other data, or with
+    # another seed, it means nothing. Signatures of URLs are not compared, as in `compare`.
     saved = redacted_values(saved_config(info) or {})
     keys = KeyTable.of(JobConfig)
     for key, there, here in keys.differences(saved, to_plain(config, redact=True)):
