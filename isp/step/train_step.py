@@ -305,7 +305,7 @@ class TrainStep:
     def begin(self) -> None:
         """Begin a step whose passes the caller runs; drop the gradients of an unfinished one."""
         # Promises without a step: the caller ran a backward pass outside of one.
-        if self._unfinished or self.gradients.owed:
+        if self._unfinished or self.gradients.has_open_promises:
             self._clear_up()
         self._unfinished = True
         self.clock.enter(Phase.FORWARD_BACKWARD)
@@ -434,7 +434,7 @@ class TrainStep:
         Each of `steps` is this rank's micro-batches of a global batch. Returns None if there is no
         valid token. Weights and the modes of modules are unchanged afterwards.
         """
-        if self._unfinished or self.gradients.owed:
+        if self._unfinished or self.gradients.has_open_promises:
             self._clear_up()
         self._unfinished = True
         sums = torch.zeros(2, dtype=torch.float64, device=self.device)

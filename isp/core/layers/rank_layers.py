@@ -90,9 +90,9 @@ class RankLayers:
 
     @property
     def token_ranks(self) -> Channel:
-        """The ranks that a sequence's tokens are split over outside of regions, in msp and fsp.
+        """The ranks that a sequence's tokens are split over outside of regions; in mtp, this rank.
 
-        In the other modes it is this rank alone.
+        In a region, between column and row linears, a rank has all tokens.
         """
         return self.tensor if self.mode.splits_sequence else Channel.solo("tensor")
 
@@ -110,7 +110,7 @@ class RankLayers:
         return ranks.attention(local, may_ring=softcap is None)
 
     def recurrence(self, kind: Recurrence) -> Recurrence:
-        """Return `kind`, the scan of this rank's segments; the planner returns a dry one instead."""
+        """Return `kind`, the scan of this rank's segments; the planner returns a dry one."""
         return kind
 
     def tiles(self, parts: Sequence[slice]) -> Iterable[slice]:
