@@ -107,7 +107,7 @@ class TokenQuery(ABC):
 
 
 class ScoreQuery(TokenQuery):
-    """The query of `ParallelRun.log_probs`."""
+    """The query of `ParallelRun.log_probs`: log-probability, log-sum-exp, entropy of each label."""
 
     ahead = 1
 

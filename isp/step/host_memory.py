@@ -39,6 +39,7 @@ def input_bytes_on_host(config: JobConfig, topology: Topology, stage: int) -> in
     model, data, mode = config.model, config.data, topology.mode
     if not model.checkpoint_offload:
         return 0
+    # A rank has its own tokens, or 1/p of the elements: in both cases 1/p of an input.
     shared = mode.splits_sequence or model.checkpoint_distribute_activations
     elements = (1 if data.pack else data.micro_bsz) * config.row_tokens * model.hidden_size
     item: int = getattr(torch, config.training.dtype).itemsize

@@ -68,7 +68,7 @@ class _Embedding(Function):
             return None, None, None
         ids, foreign = ctx.saved_tensors
         dy = layer.moves.dy(dy, tag=Tag(Purpose.OUTPUT_GRADIENT, layer.name, "dy")).wait()
-        if foreign is not None:
+        if foreign is not None:  # the ranks that hold these ids add their gradients
             dy = dy.masked_fill(foreign.unsqueeze(-1), 0)
         padding = layer.padding_idx
         if layer.deterministic:

@@ -163,7 +163,7 @@ def deliver(
 ) -> tuple[Tensor | None, Tensor | None]:
     """Pass dW and db to the communicator; return the two gradients that the backward must return.
 
-    `needs`: for what the backward pass needs the gradients of the weight and the bias.
+    `needs`: why the backward pass needs the gradients of the weight and of the bias.
     """
 
     def given(gradient: Tensor | None, need: NeedsGrad, is_bias: bool) -> Tensor | None:

@@ -107,7 +107,7 @@ def moves_for(mode: Mode, role: Role, tensor: Channel, *, sequence_dim: int = 1)
 
 
 class NeedsGrad(IntEnum):
-    """Whether, and for what, the running backward pass needs an input's gradient."""
+    """The reason why the running backward pass needs an input's gradient; false if it does not."""
 
     NOTHING = 0
     """The gradient is not needed."""
@@ -118,7 +118,7 @@ class NeedsGrad(IntEnum):
 
 
 def needs_grad(ctx: Any, count: int) -> list[NeedsGrad]:
-    """Return for what the running backward pass needs each gradient of the first `count` inputs.
+    """Return why the running backward pass needs the gradient of each of the first `count` inputs.
 
     `ctx.needs_input_grad` says which inputs could have a gradient; `autograd.grad(y, x)` and
     `backward(inputs=[x])` compute only some of these. All of the first `count` inputs but the last

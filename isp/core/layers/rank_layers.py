@@ -106,7 +106,7 @@ class RankLayers:
         if self.splits_features:  # a rank has all tokens of its heads
             return DistributedAttention(local, Channel.solo("tensor"))
         ranks = self.sequence or SequenceRanks.by_heads(self.tensor)
-        # A ring merges results by log-sum-exp, which no kernel with a soft cap returns.
+        # A ring merges partial results by log-sum-exp, which no kernel with a soft cap returns.
         return ranks.attention(local, may_ring=softcap is None)
 
     def recurrence(self, kind: Recurrence) -> Recurrence:
@@ -135,7 +135,7 @@ class RankLayers:
     def recomputing(self) -> Iterator[None]:
         """Mark forward passes in this context as recomputation, for the log and communicator."""
         log = self.tensor.log
-        before = log.phase, log.block
+        before = log.phase, log.block  # a recompute runs in the middle of a backward
         log.enter(Phase.RECOMPUTE, log.block)
         try:
             with self.communicator.recomputing():
@@ -146,6 +146,7 @@ class RankLayers:
     def logit_shard(self, vocab_size: int, compile: CompileWhen = False) -> LogitShard:
         """Return the part of a token's logits that this rank's losses read; see `LogitShard`."""
         channel = self.tensor if self.splits_logits else Channel.solo("tensor")
+        # The vocabulary is cut as by `torch.chunk`: the last ranks may have fewer logits, or none.
         first = channel.rank * math.ceil(vocab_size / channel.size)
         return LogitShard(channel, first, vocab_size, compile)
 

@@ -59,7 +59,7 @@ class RopeScaling:
     """yarn divides frequencies with at most this many rotations over the original context by
     `factor`."""
     truncate: bool = True
-    """Whether yarn rounds the ends of its ramp outwards to whole dims."""
+    """yarn: round the ends of the ramp outwards to whole dims."""
     low_freq_factor: Positive = 1.0
     """llama3 divides a frequency by `factor` if its wavelength in tokens is above
     original_max_position_embeddings / low_freq_factor."""

@@ -105,6 +105,7 @@ def _losses(
         vocab_size = parts[-1]
         own, summed = parts[:-1].view(2, *target.shape)
         minuend = own.lerp(summed / vocab_size, smoothing)
+    # loss = log(sum exp) - minuend: the target's logit, with smoothing mixed with the mean logit.
     exp = shifted.exp_()  # from here on `shifted` holds exponentials
     total = channel.all_reduce(exp.sum(-1), tag=_SUM).wait()
     loss = (total.log() - minuend).masked_fill(~valid, 0)
@@ -197,6 +198,7 @@ def _in_three_passes(
 
     No other tensor of their size is allocated.
     """
+    # The passes over the logits: their maximum, the sum of exponentials, the gradient.
     top = channel.all_reduce(widened(logits.amax(-1)), op="max", tag=_MAX).wait()
     valid = target != IGNORED
     local, held = places_of(target, first, logits.shape[-1])

@@ -107,6 +107,7 @@ class GradientBucket(Bucket):
         pieces = self.flat.view(self.parts, -1)  # [p, L]
         if len(self.widths) > 1:  # [Note: Packed in place]
             pieces.copy_(torch.cat([x.view(self.parts, -1) for x in self.padded()], dim=1))
+        # Into this rank's own piece, without a second buffer; the other pieces stay unsummed.
         self.pending = self.channel.reduce_scatter_into(pieces[index], pieces, tag=self.tag)
 
 
@@ -150,6 +151,7 @@ class MainGradient:
         if not self.receives:
             fresh = self.untouched
             return self.open(), fresh
+        # A reduction writes into the buffer: other gradients are summed in another tensor.
         if fresh := self.waiting is None:
             self.waiting = torch.empty_like(self.view)
         return self.waiting, fresh
@@ -215,6 +217,7 @@ class BucketManager:
             parameter = unit[0].parameter
             return parameter.numel() * master_dtype(parameter.dtype).itemsize
 
+        # Reversed, because backward produces gradients in about this order: full buckets early.
         for found in grouped(reversed(units), kind, num_bytes, bucket_bytes):
             self._open(found, channels)
         self.gradients = [self._of[id(whole.parameter)] for whole, *_ in units]
@@ -269,6 +272,7 @@ class BucketManager:
         if bucket.parts == 1:
             return view
         gathered = bucket.channel.all_gather(gradient.part, tag=bucket.tag).wait()
+        # The parts are in the order of rows, so all padding is at the end.
         return gathered[: view.numel()].view(view.shape)
 
     def mark_ready(self, gradient: MainGradient) -> None:
@@ -324,12 +328,14 @@ class BucketManager:
         members = [item for _, of_one, _ in units for item in of_one]
         parts, channel = units[0][2], channels[members[0].layout.reduce_over]
         bucket = GradientBucket(members, channel, parts, len(units))
+        # After a reduce-scatter, this rank's piece consists of its part of each member.
         piece = bucket.flat.view(parts, -1)[self._rows_of.rank if parts > 1 else 0]
         cut = zip(members, bucket.padded(), piece.split(bucket.widths), strict=True)
         for item, padded, part in cut:
             self._place(item, padded, part, bucket)
         for whole, of_one, _ in units:
             if whole not in of_one:
+                # Its parameters' buffers are consecutive and not padded: one view covers them.
                 begin = self.of(of_one[0].parameter).view.storage_offset()
                 self._place(whole, bucket.flat[begin:], bucket.flat[:0], bucket)
             for item in (whole, *of_one):

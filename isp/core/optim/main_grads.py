@@ -53,6 +53,7 @@ class MainGradients(BucketManager):
         self._last = False
         self.reduced = False
         """True if `reduce` has been called since `zero`."""
+        # Of a fused parameter, autograd accumulates its gradient, not those of its parts.
         self._leaves = [whole.parameter for whole in by_whole(self.parameters)]
         self._hooks = after_gradients(self, MainGradients.collect, self._leaves)
 
@@ -105,6 +106,7 @@ class MainGradients(BucketManager):
         if self.reduced or gradient.ready:
             raise self._too_late(gradient)
         gradient.open_promises += 1
+        # Only a first gradient may be received in the buffer: a later one would overwrite a sum.
         if not gradient.untouched or gradient.view.dtype != dtype:
             return None
         gradient.receives = True
@@ -155,7 +157,7 @@ class MainGradients(BucketManager):
         if value is not None:
             self._accumulate(gradient, value)
             parameter.grad = None
-        if self._last:
+        if self._last:  # the hook has run once, after all uses of the parameter
             gradient.passed = True
         self._settle(gradient)
 
@@ -165,7 +167,7 @@ class MainGradients(BucketManager):
             raise RuntimeError(f"gradients were promised and not delivered: {names}")
         if self.reduced:
             raise RuntimeError("these gradients are reduced already: zero() begins a new step")
-        for gradient in self.gradients:
+        for gradient in self.gradients:  # zeros where this rank has none: other ranks may have one
             gradient.value()
         self.finish()
         self.reduced = True

@@ -89,6 +89,7 @@ def matrices_of(name: str, layout: ParameterLayout, config: OptimizerConfig) -> 
     elif config.muon.per_head and known.heads:
         sizes = (length // known.heads,) * known.heads
     starts = [sum(sizes[:i]) for i in range(len(sizes))]
+    # A matrix for each index of the leading dims (experts), and for each part along `known.dim`.
     cut: list[list[tuple[int, int]]] = [[(i, 1) for i in range(n)] for n in shape[:-2]]
     cut += [[(0, n)] for n in shape[-2:]]
     cut[known.dim] = list(zip(starts, sizes, strict=True))
@@ -125,6 +126,7 @@ def make_orthogonal(xs: Sequence[Tensor], keys: MuonConfig) -> None:
         return
     for first in range(0, len(xs), count):
         some = xs[first : first + count]
+        # Always `count` matrices: with another batch size, a kernel might round differently.
         batch = some[0].new_zeros(count, *some[0].shape)
         foreach_copy_([*batch[: len(some)].unbind()], [*some])
         foreach_copy_([*some], [*newton_schulz(batch, keys)[: len(some)].unbind()])
@@ -269,7 +271,7 @@ class MatrixBucket:
 
     def multiply(self) -> None:
         """Make the matrices whose home is this rank orthogonal."""
-        by_shape: dict[tuple[int, ...], list[Tensor]] = {}
+        by_shape: dict[tuple[int, ...], list[Tensor]] = {}  # only equal shapes can be batched
         for x in self._whole:
             by_shape.setdefault(x.shape[-2:], []).append(x.view(x.shape[-2:]))
         for xs in by_shape.values():
@@ -322,6 +324,7 @@ class MatrixBucket:
         self, views: Sequence[Tensor], there: Sequence[_Block], here: Sequence[_Block]
     ) -> Pending:
         """Launch an all-to-all that sends the blocks `there`, as `views`, and receives `here`."""
+        # One flat tensor each way: an all-to-all takes counts of elements by rank.
         out, into = (_by_rank(parts, self._stage.channel.size) for parts in (there, here))
         sent, received = self._new((sum(out),)), self._new((sum(into),))
         pieces = sent.split([view.numel() for view in views]) if views else ()
@@ -378,6 +381,7 @@ class MatrixUpdates:
         def share(item: ShardedParameter) -> float:
             """Return how much of one rank's part of a bucket this weight fills; 1: all of it."""
             num_bytes = math.prod(item.layout.global_shape) * shards[item].grad.itemsize
+            # The minimum, so that a bucket is full only when it has enough bytes and enough work.
             return min(num_bytes / max(1, bucket_bytes), sum(costs[item]) / most * 2)
 
         found = grouped(shards, lambda item: shards[item].grad.dtype, share, channel.size)

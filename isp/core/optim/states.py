@@ -307,7 +307,7 @@ class StateStream:
         device, size = self._device, self._largest(buckets)
         buffers = [_Buffer(size, device) for _ in range(2)]
         streams.follow(self._inward)  # copies in begin after earlier work on these states
-        coming = self._bring(buckets[0], buffers[0])
+        coming = self._bring(buckets[0], buffers[0])  # in flight: the next bucket to update
         for number, bucket in enumerate(buckets):
             here, arrived = coming
             # The next bucket is copied into the other buffer while this one is updated.
@@ -363,6 +363,7 @@ class StateStream:
         An update computes in the dtype of gradients, so a narrow state is rounded once.
         """
         dtype, weights = bucket.rows[0].grad.dtype, [row.weights for row in bucket.rows]
+        # `to` returns a state that has this dtype itself, so that it is updated in place.
         wide = {name: [x.to(dtype) for x in found] for name, found in states.items()}
         masters = wide.get(MASTER, weights)
         if self._weights_may_change and masters is not weights:

@@ -43,6 +43,7 @@ def optimizer_of(config: OptimizerConfig, decayed: Collection[str]) -> MakeOptim
     known = {key: values[key] for key in accepted}
 
     def make(named: list[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
+        # Two groups, because torch sets weight decay by group.
         groups: list[dict[str, Any]] = [{"params": [pair for pair in named if pair[0] in decayed]}]
         plain = {"weight_decay": 0.0} if "weight_decay" in known else {}
         groups.append({"params": [pair for pair in named if pair[0] not in decayed], **plain})
@@ -96,6 +97,7 @@ class TorchUpdates:
     def set_rate(self, lr: float) -> None:
         """Scale the learning rates of all groups by `lr` / `peak`; without `peak`, do nothing."""
         for group in self.optimizer.param_groups if self._peak is not None else ():
+            # The rate at the start is kept under the key that torch's schedulers use for it.
             group["lr"] = group.setdefault("initial_lr", group["lr"]) * lr / self._peak
 
     def _check_step(self, *_: object) -> None:
@@ -108,7 +110,7 @@ class TorchUpdates:
         for name, shard in self._shards.items():
             if MASTER in shard.states:
                 take_up(shard.master, shard.weights)
-            if name in reached:
+            if name in reached:  # torch's optimizers skip a parameter without a gradient
                 self._parameters[name].grad = shard.grad
         self._updates = True
         try:
@@ -149,6 +151,7 @@ class TorchUpdates:
         """
         if state.get("kind") != self.kind:
             raise ValueError(f"saved by {state.get('kind', 'isp')}, and this run has {self.kind}")
+        # torch identifies a parameter by its index in this layout; the saved values are by name.
         own = self.optimizer.state_dict()["param_groups"]
         names = {id(parameter): name for name, parameter in self._parameters.items()}
         of_index: dict[int, Any] = {}

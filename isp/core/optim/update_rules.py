@@ -120,6 +120,7 @@ class AdamW(UpdateRule):
         return {"exp_avg": self.moment(dtype), "exp_avg_sq": self.moment(dtype)}
 
     def step(self, rows: Rows, *, lr: float, weight_decay: float, numbers: Sequence[int]) -> None:
+        # Steps before this update, as tensors on the device, where the fused kernel reads them.
         size, device, latest = len(rows.masters), rows.masters[0].device, max(numbers)
         before = torch.full((size,), latest - 1, dtype=torch.float32, device=device)
         for place, number in enumerate(numbers):
@@ -187,6 +188,7 @@ class Muon(UpdateRule):
             foreach_copy_(rows.grads, moments)
 
     def step(self, rows: Rows, *, lr: float, weight_decay: float, numbers: Sequence[int]) -> None:
+        # The gradients hold rows of orthogonal matrices by now, with their factor on lr.
         foreach_mul_(rows.masters, 1 - lr * weight_decay)
         foreach_add_(rows.masters, rows.grads, alpha=-lr)
 

@@ -100,6 +100,7 @@ def _orders(order: PipelineOrder, micro_batches: int, training: bool) -> list[tu
         tuple(
             action
             for action in _actions(found[rank], order.stages_of(rank))
+            # torch has no V or loop of forwards only: leave out the backwards.
             if training or action.kind is ActionKind.FORWARD
         )
         for rank in ranks
@@ -179,6 +180,7 @@ def timeline(
     """
     ranks = range(order.config.size)
     stages = [order.stages_of(rank) for rank in ranks]
+    # Reversed, so that the next action is the last entry, which `pop` removes.
     todo = [list(order.actions(rank, micro_batches, training=training))[::-1] for rank in ranks]
     split = {  # the (stage, micro-batch) whose backward is in two halves
         (stages[rank][a.chunk], a.micro_batch)

@@ -157,6 +157,7 @@ class Pipeline:
         """Run this rank's program, and wait for all sends."""
         actions = [item for item in self._program if not isinstance(item, Hop)]
         self._backwards_left = Counter(a.chunk for a in actions if a.kind is ActionKind.BACKWARD)
+        # The (micro-batch, chunk) whose backward is split: they have a second action.
         halves = {a[1:] for a in actions if a.kind is ActionKind.WEIGHT_GRADIENT}
         for item in self._program:
             if isinstance(item, Hop):
@@ -229,6 +230,8 @@ class Pipeline:
         if is_last:
             self._gradients.expect_last()
         self._hook.before_backward(chunk)
+        # Chunks have their last backwards at different times: after `expect_last` for one chunk,
+        # others may have further ones.
         with nullcontext() if is_last else self._gradients.no_sync():
             torch.autograd.backward(end, dy)
             if self._deferred is not None:  # [Note: Split backward]

@@ -81,6 +81,7 @@ class KeptCalls:
         if not torch.is_grad_enabled():
             yield
             return
+        # Calls are known by their number: a recompute makes the same calls in the same order.
         self._next = 0
         needs = self._known.get(self._key)
         if self._again or needs is not None:
@@ -147,6 +148,7 @@ class KeptCalls:
         offset = 0 if dropped is None else int(dropped.storage_offset())
 
         def pack(x: Tensor) -> Any:
+            # With this dtype, a view of `dropped` can be made of the recomputed input by strides.
             if left and memory_of(x) == left[0] and x.dtype == dtype:
                 left.clear()
                 return _View(x.shape, x.stride(), int(x.storage_offset()) - offset)
@@ -214,6 +216,7 @@ class _Watch(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
+        # By storage, so that views of a result, and writes into them, are followed.
         given = map(memory_of, tensors_in(args, kwargs))
         of = frozenset[int]().union(*(self._made_of.get(memory, ()) for memory in given))
         for x in tensors_in(out, *self._written(func, args, kwargs)):

@@ -101,7 +101,7 @@ class HostInputs:
         """Return the input that backward reads after `stored`; None: none is left."""
         passes = [_alive(kept) for kept in self._passes]
         own = next(kept for kept in passes if stored in kept)
-        if place := own.index(stored):
+        if place := own.index(stored):  # in a forward, from the last input to the first
             return own[place - 1]
         return next((kept[-1] for kept in passes if kept and kept is not own), None)
 
@@ -319,6 +319,7 @@ class CheckpointWithoutOutput:
 
         out: R = _checkpoint(with_ticket, args, self._tracker, self._announce)
         outs = _as_tuple(out)
+        # To free such an output's memory would destroy the argument.
         kept = {storage_key(s) for s in _storages([a for a in args if isinstance(a, Tensor)])}
         if any(storage_key(s) in kept for s in _storages(outs) if s.nbytes()):
             raise ValueError("an output shares its memory with an argument: it cannot be dropped")
@@ -341,6 +342,7 @@ class CheckpointWithoutOutput:
         if node is None or self._tracker.replays:
             return
         ticket: Any = node
+        # The hook runs before the backward of the operations that have saved the output.
         hook_tensor.register_hook(lambda _: _read(ticket))
         for storage in _storages(outputs):
             self._dropped.append(storage)
@@ -451,6 +453,7 @@ class Recomputer:
             held, restore = in_parts(held, self._channel)
         if self._host is not None:
             held, restore = self._host(held, restore)
+        # Weak references, so that x and the held object are freed with their graphs.
         self._latest = weakref.ref(x), weakref.ref(held), restore
         return held, restore
 

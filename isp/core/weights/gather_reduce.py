@@ -348,7 +348,7 @@ class GradientReducer:
             leases.append(self.pool.lease(shape, dtype, grad.device))
             place = leases[0].tensor
         received = None
-        if channel.sums_locally:
+        if channel.sums_locally:  # it receives all ranks' pieces and sums them on this rank
             leases.append(self.pool.lease(parameter.buffer_shape, pieces.dtype, grad.device))
             received = leases[-1].tensor
         pending = channel.reduce_scatter_into(

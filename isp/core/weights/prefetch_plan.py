@@ -101,7 +101,7 @@ class PlanCursor:
 
         Entries between the old position and this index are skipped. Only the rest of the current
         action and the first block of the next action are searched: further ahead, an entry with
-        this key belongs to a later use of the same layer, and the use at hand is not planned.
+        this key belongs to a later use of the same layer, and the reported use is not planned.
         """
         entries, expected, start = self._entries, self._expected, self.position
         wanted = key, phase
@@ -214,6 +214,7 @@ def _lifetimes(reads: list[_Read], units: list[_Unit], prefetch: Prefetch) -> di
     latest: dict[str, tuple[_Lifetime, int]] = {}  # with the index in `runs` after its last read
     for number, u in enumerate(units):
         for weight, (first, last) in u.extent.items():
+            # Places in `runs`: of units per layer, of reads per module.
             here, after = (number, number + 1) if per_layer else (first, last + 1)
             lifetime, since = latest.get(weight, (None, 0))
             # A weight is kept over one other unit, and gathered again after two or more.
@@ -247,6 +248,7 @@ def _launch_per_layer(
     ]
     for lifetime in chain(*fresh[:2]):
         lifetime.launched = _START
+    # From the second on, each unit launches the gathers of the unit after it.
     for u, ahead in zip(units[1:], fresh[2:], strict=False):
         if u.span.sites[0].phase is Phase.BACKWARD:
             entries = [read.entry for read in reads[u.begin : u.end]]
