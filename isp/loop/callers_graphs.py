@@ -220,7 +220,7 @@ class LossForward(WaitingForward):
     def __init__(
         self, step: TrainStep, number: int, own: Tensor, work: MeanWork, num_labels: Tensor
     ) -> None:
-        """Keep the end of the model's graph: `own`, this rank's part of the loss, scaled."""
+        """Keep the end of the model's graph: `own`, this rank's loss times the loss scale."""
         super().__init__(step, number, own, num_labels)
         self._dtype, self._work = own.dtype, work
         self.mean = own.detach() + (step.over_ranks(work.total) - own.detach())

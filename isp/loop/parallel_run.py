@@ -67,7 +67,7 @@ logger = logging.getLogger(__name__)
 _EXTRA = "extra"
 """Key, in a checkpoint, of the caller's values."""
 _STEP_OR_DROP = "call run.step(), or run.zero_grad() to drop the gradients"
-"""What to do in the states in which gradients wait for the step, for error messages."""
+"""Advice in error messages, for the states in which gradients wait for the step."""
 
 
 class State(Enum):
@@ -205,7 +205,8 @@ class ParallelRun:
         self.weights = GatheredWeights(traced, self.train_step.built, mesh, config.training.dtype)
         self._saved = SavedStep(self.train_step)
         self.num_steps = self._num_tokens = 0
-        """Number of steps so far, including skipped ones and those of a loaded checkpoint."""
+        """Numbers of steps and of tokens with labels so far, including skipped steps and those of a
+        loaded checkpoint."""
         self._off_device = OffDevice(self.train_step, device)
         self._reader = RowReader(traced, config.parallel, device)
         self._graphs = CallersGraphs(self.train_step, mesh)

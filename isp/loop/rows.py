@@ -25,7 +25,7 @@ class RowReader:
         self.device = device
         """Device of the micro-batches."""
         self.logits_of = traced.interface.logits_of(traced.model)
-        """What the model's logits are for: vocabulary entries, labels of tokens, or of rows."""
+        """The meaning of the model's logits: vocabulary entries, labels of tokens, or of rows."""
         self._parallel = parallel
         self._ranks = parallel.tensor.size
         """Number of ranks that split a sequence; it divides S."""

@@ -63,7 +63,7 @@ class TokenQuery(ABC):
     """A per-token query over one micro-batch, with whole rows in the caller's order."""
 
     ahead = 0
-    """How many positions after a token the caller gets the result of that token's logits: 1 for
+    """Offset from a token to the position at which the caller gets the result of its logits: 1 for
     log-probabilities, because a token's logits predict the next token."""
 
     def __init__(
@@ -72,7 +72,7 @@ class TokenQuery(ABC):
         self.batch = batch
         """The rows [B, S], padded so that the ranks divide S."""
         self.length = length
-        """Number of tokens in the caller's rows, without that padding."""
+        """Number of tokens in the caller's rows, without the padding for the ranks."""
         self.width = width
         """K, the number of results of each token."""
         self.inputs = inputs

@@ -21,8 +21,8 @@ __all__ = ["SameRows"]
 _TAG = Tag(tensor="rows")
 _LABELS, _POSITIONS, _MORE = 0x2545F4914F6CDD1D, 0x369DEA0F31A53F85, 0x106689D45497FDB5
 _SPREAD = 0x1E3779B97F4A7C15
-"""A factor of a hash. Like the three above it is odd, so that multiplication modulo 2**64 can be
-undone: different numbers stay different."""
+"""A factor of a hash. Like `_LABELS`, `_POSITIONS` and `_MORE` it is odd, so that a multiplication
+modulo 2**64 can be undone: products of different numbers are different."""
 
 
 class SameRows:

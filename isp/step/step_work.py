@@ -67,7 +67,7 @@ class Documents(NamedTuple):
 
 
 class StepParts(NamedTuple):
-    """The parts of a step on this rank that its micro-batches pass through."""
+    """Objects that the micro-batches of a step need on this rank: model, ranks, optimizer, hook."""
 
     built: BuiltModel
     mesh: Mesh

@@ -46,7 +46,7 @@ def logit_exchange(tensor: Channel) -> Moves:
 
 @dataclass(frozen=True, kw_only=True)
 class RankLayers:
-    """How a model's layers are split over ranks, in one mode over given channels.
+    """The split of a model's layers over ranks, in one mode over given channels.
 
     In isp mode a weight is cut by rows over the weight group, and a rank computes all features of
     its own tokens. In the other modes a weight is cut by outputs (column) or inputs (row) over the

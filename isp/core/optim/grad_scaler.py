@@ -11,7 +11,7 @@ __all__ = ["GradScaler"]
 
 
 class GradScaler:
-    """A loss scale that overflows of gradients lower, and a long time without overflow raises.
+    """A loss scale, lowered after overflows of gradients, raised after many steps without one.
 
     The loss is multiplied by `scale`, and so are all gradients; the optimizer divides them once.
     Every rank calls `update` with the same flag, from the global gradient norm, so the scales stay

@@ -58,7 +58,7 @@ class MainGradients(BucketManager):
         self._hooks = after_gradients(self, MainGradients.collect, self._leaves)
 
     def zero(self) -> None:
-        """Begin a step: set all gradients to zero; backward passes are not the last by default.
+        """Begin a step: set all gradients to zero. `expect_last` declares its last backward pass.
 
         Raises RuntimeError if promised gradients of the last step were not delivered.
         """

@@ -111,7 +111,7 @@ class StateMemory:
 
 @dataclass(frozen=True, eq=False)
 class Resting:
-    """Rows of one parameter's shard, with their states at rest."""
+    """Rows of one parameter's shard, with their optimizer states as kept between updates."""
 
     name: str
     """The parameter's name in the whole model."""

@@ -253,7 +253,7 @@ def _tried(make: MakeOptimizer, values: Mapping[str, Tensor]) -> dict[str, dict[
 def _accepts(default: object, value: object) -> bool:
     """Return True if an argument with this default takes `value`: both pairs, or both floats.
 
-    Not each optimizer means the same by a name: Adafactor's eps is a pair.
+    Optimizers use some names differently: Adafactor's eps is a pair.
     """
     pair = isinstance(value, tuple)
     return isinstance(default, tuple) and len(default) == 2 if pair else isinstance(default, float)

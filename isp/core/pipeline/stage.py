@@ -32,7 +32,7 @@ __all__ = [
 
 
 class FollowsActions(Protocol):
-    """What a schedule calls of a communicator: an `ISPCommunicator`, or a wrapper of several."""
+    """The methods that a schedule calls: of an `ISPCommunicator`, or of a wrapper of several."""
 
     def begin(self, actions: Sequence[Action]) -> None: ...
     def finish(self) -> None: ...

@@ -26,7 +26,7 @@ __all__ = ["KeptCalls", "Needs"]
 
 
 class Needs(NamedTuple):
-    """Which results of a part's kept calls a recompute needs, by the numbers of the calls.
+    """The results of a part's kept calls that a recompute needs, by the numbers of the calls.
 
     See [Note: Watched] in docs/design/notes/recomputation.md.
     """
@@ -195,7 +195,7 @@ class _GivenAgain(Function):
 
 
 def _token() -> Tensor:
-    """Return an input that requires a gradient, so that a function without backward has a node."""
+    """Return an empty tensor that requires a gradient, to give an autograd function a node."""
     return torch.empty(0, requires_grad=True)
 
 

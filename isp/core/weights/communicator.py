@@ -571,7 +571,7 @@ class ISPCommunicator(WPCommunicator):
         return weight.gathered.hold()
 
     def _parameters(self, layer: WeightHolder) -> tuple[ShardedParameter, ...]:
-        """Return a layer's weight and bias; without a declaration, made for this call."""
+        """Return a layer's weight and bias; for an undeclared layer, in new objects."""
         known = self._layers.get(id(layer))
         return parameters_of(layer) if known is None else known.own
 

@@ -86,7 +86,8 @@ class DeclaredBlock:
     recomputed: bool = False
     """True if the block's activations are recomputed in backward."""
     input_kept: bool = True
-    """True if the block's input is kept for that; else an earlier block is recomputed to get it."""
+    """True if the block's input is kept for its recompute; else earlier blocks are recomputed to
+    get it."""
 
 
 DeclaredChunks = tuple[tuple[DeclaredBlock, ...], ...]

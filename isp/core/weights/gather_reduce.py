@@ -128,7 +128,7 @@ PlannedGather: TypeAlias = tuple[DeclaredWeight, bool]
 
 
 class WeightGatherer:
-    """Gathers weights over the ranks that shard them, ahead of a use or when it reads.
+    """Gathers weights over the ranks that shard them, ahead of a use or when a layer reads.
 
     Gathers run on their own stream and do not wait for compute. See [Note: Gather stream] in
     docs/design/notes/weights.md.

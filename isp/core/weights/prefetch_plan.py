@@ -34,7 +34,7 @@ class WeightOpKind(StrEnum):
 
 
 class WeightOp(NamedTuple):
-    """One operation on one weight."""
+    """A gather, wait or free of one weight in a prefetch plan."""
 
     kind: WeightOpKind
     weight: str
@@ -86,7 +86,7 @@ def plan(chunks: Chunks, actions: tuple[Action, ...], prefetch: Prefetch) -> Pre
 
 
 class PlanCursor:
-    """A position in a plan, which each use that a layer reports moves forward."""
+    """A position in a prefetch plan; it moves forward with each use that a layer reports."""
 
     def __init__(
         self, entries: Sequence[PlanEntry], expected: Sequence[tuple[Hashable, Phase]]
@@ -295,7 +295,7 @@ def _launch_per_module(
 
 
 def _next_others(reads: list[_Read]) -> list[int]:
-    """Return, for each read, the index of the next one of another weight, or `len(reads)`."""
+    """Return, for each read, the index of the next read of another weight, or `len(reads)`."""
     others = [len(reads)] * len(reads)
     for r in reversed(range(len(reads) - 1)):
         others[r] = others[r + 1] if reads[r].weight == reads[r + 1].weight else r + 1

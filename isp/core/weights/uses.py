@@ -191,9 +191,9 @@ _Pass = tuple[Phase, int, str | None]
 def _spans(
     kind: ActionKind, chunk: int, blocks: tuple[Block, ...]
 ) -> Iterator[tuple[int, tuple[Site, ...], tuple[str | None, ...], tuple[int, ...]]]:
-    """Yield `Span`'s fields but the action, for each block that an action of `kind` passes.
+    """Yield all fields of `Span` but `action`, for each block that an action of `kind` passes.
 
-    A weight gradient's action reads no weights and yields nothing.
+    A WEIGHT_GRADIENT reads no weights and yields nothing.
     """
 
     def span(

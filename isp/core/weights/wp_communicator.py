@@ -191,7 +191,7 @@ class LocalWeights(WPCommunicator):
     def grad_hook(
         self, grad: Tensor, *, module: WeightHolder, is_bias: bool = False, returned: bool = False
     ) -> Tensor:
-        """Return `grad` for autograd to deliver: this rank's weight is not a shard to reduce to."""
+        """Return `grad`, for autograd to deliver: there is no weight group to reduce it over."""
         return grad
 
 
