@@ -230,7 +230,7 @@ def _tried(make: MakeOptimizer, values: Mapping[str, Tensor]) -> dict[str, dict[
         raise ValueError(
             f"optimizer=.. fails on small weights: {type(error).__name__}: {first}: pass a function"
             f" that takes (name, parameter) pairs, where a parameter has only some elements of a"
-            f" weight, and returns an optimizer whose step needs no closure"
+            f" weight, and returns an optimizer that steps without a closure"
         ) from error
     if left := [name for name, p in parameters.items() if id(p) not in held]:
         raise ValueError(
