@@ -362,7 +362,7 @@ IDS = torch.zeros(1, 8, dtype=torch.int64)
     ("rows", "said"),
     [
         ((torch.zeros(64, dtype=torch.int64),), "[batch, sequence], got [64]"),
-        ((IDS, torch.zeros(1, 7)), "labels must be of the"),
+        ((IDS, torch.zeros(1, 7)), "labels must have the"),
         ((IDS, None, torch.zeros(2, 8)), "position_ids must"),
         ((IDS, torch.full((1, 8), -1)), "labels has -1: use"),
         ((IDS, torch.full((1, 8), VOCAB)), f"below {VOCAB}"),
