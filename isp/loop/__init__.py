@@ -1,1 +1,1 @@
-"""`isp.parallelize` and the run it returns: sharded models in a user's own training loop."""
+"""`isp.parallelize` and the run that it returns: sharded models in a user's own training loop."""

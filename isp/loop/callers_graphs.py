@@ -1,12 +1,13 @@
-"""`CallersGraphs`: forwards whose results, or loss, the caller computes a scalar from.
+"""`CallersGraphs`: forwards from whose results, or loss, the caller computes a scalar.
 
-The caller's graph begins at the results of whole rows; the model's ends at those that this rank
-computed. So the caller's code is the same on all ranks of a sequence, and each rank's backward uses
-only the gradients of its own tokens: a scalar that all ranks compute counts once.
+There are two autograd graphs. The model's graph ends at the results of this rank's tokens; the
+caller's graph begins at the results of whole rows. So the caller's code is the same on all ranks of
+a sequence, and each rank's backward uses only the gradients of its own tokens: a scalar that all
+these ranks compute counts once.
 
-`ParallelRun` decides which calls are allowed when.
+`ParallelRun` determines which calls are allowed in each state.
 
-B batch, S sequence, N tokens of a row whose results this rank computes, K numbers of each token
+B batch, S sequence, N tokens of a row whose results this rank computes, K numbers of each token.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from isp.step.train_step import MeanWork, StepOutcome, TrainStep
 __all__ = ["CallersGraphs", "LossForward", "check_scalar"]
 
 _CHUNK = 0
-"""Number of the only model chunk of a rank without a pipeline."""
+"""Index of the only model chunk of a rank without a pipeline."""
 _BACKWARD = Action(ActionKind.BACKWARD, 0)
 _TAG = Tag(tensor="results")
 
@@ -49,16 +50,17 @@ class _Places(NamedTuple):
     """The map between tokens in the order of the ranks and the caller's order."""
 
     places: Tensor
-    """Index, in the caller's flattened rows, of each token's result, in the order of the ranks;
-    B S for a result that the caller does not get. [B, S], or [1, B S] if rows are joined."""
+    """For each token in the order of the ranks, the index of its result in the caller's flattened
+    rows; B S for a result that the caller does not get. [B, S], or [1, B S] if rows are joined."""
     rows: int
-    """B."""
+    """B, the number of rows."""
     tensor: Channel
+    """The ranks of the sequence."""
 
     def whole(self, own: Tensor) -> Tensor:
-        """Gather results [B, N, K] of the ranks of a sequence into the caller's order, [B, S, K].
+        """Return the results of a sequence's ranks, [B, N, K] each, in the caller's order.
 
-        Has no backward: `own` returns the gradient to this rank's results.
+        [B, S, K]. This has no backward: method `own` maps the gradient to this rank's results.
         """
         own, total = own.detach(), self.places.numel()
         if own.shape[1] < self.places.shape[1]:
@@ -80,25 +82,28 @@ class _Places(NamedTuple):
 
 
 class _QueryWork(StepWork):
-    """Micro-batches of queries, for `results`: keeps the results of each."""
+    """The micro-batches of queries, without a loss: keeps the results of each."""
 
     def __init__(self, parts: StepParts, queries: Sequence[TokenQuery]) -> None:
         super().__init__(parts, [query.batch for query in queries])
         self._queries = queries
         self.found: list[tuple[Tensor, _Places]] = []
-        """Results [B, N, K] of each micro-batch; on the last stage only."""
+        """Results [B, N, K] of each micro-batch; only on the last stage."""
 
     def loss(self, micro_batch: int, output: Tensor) -> Tensor:
-        """Keep the results of a micro-batch and return them, [B, N, K]; nothing differentiates."""
+        """Keep the results of a micro-batch and return them, [B, N, K].
+
+        There is no loss: the pipeline runs only forwards, so nothing calls backward of the result.
+        """
         self.found.append(self._computed(micro_batch, output))
         return self.found[-1][0]
 
     def _computed(self, micro_batch: int, output: Tensor) -> tuple[Tensor, _Places]:
-        """Return the results of a micro-batch, [B, N, K], and their places in the caller's rows."""
+        """Return the results [B, N, K] of a micro-batch, and their places in the caller's rows."""
         query = self._queries[micro_batch]
-        beside = self.as_labels(micro_batch, query.beside)
+        inputs = self.as_labels(micro_batch, query.inputs)
         self.hook.before_criterion()
-        found = query.compute(self.chunks[-1], output, beside)
+        found = query.compute(self.chunks[-1], output, inputs)
         self.hook.after_criterion()
         order = self.arranged(micro_batch, query.places())
         return found, _Places(order, len(query.batch.tokens), self.mesh[Axis.TENSOR])
@@ -117,10 +122,10 @@ class _LossWork(_QueryWork):
         """The caller's loss of each micro-batch; 0 on all stages but the last."""
 
     def loss(self, micro_batch: int, output: Tensor) -> Tensor:
-        """Call the caller's function, and return a scalar with its gradient, [], float64."""
+        """Call the caller's function, and return a scalar with the same gradient; [], float64."""
         found, places = self._computed(micro_batch, output)
         whole = places.whole(found).requires_grad_(torch.is_grad_enabled())
-        # `whole` is a leaf: backward through the caller's graph stops there, and runs right here.
+        # `whole` is a leaf, at which backward through the caller's graph stops. It runs here.
         loss = self._loss_function(micro_batch, whole)
         check_scalar(loss, "the loss function gave")
         self.losses[micro_batch] = loss.detach()
@@ -130,12 +135,13 @@ class _LossWork(_QueryWork):
             loss.backward()
         gradient = torch.zeros_like(whole) if whole.grad is None else whole.grad
         own = places.own(gradient, found.shape[1])
-        # Not the value of the loss, but its gradient at the results. The caller's graph is freed.
+        # A scalar with the loss's gradient at the results, not its value: the caller's graph,
+        # which has run backward, is freed.
         return self.optimizer.scale_loss((found * own).sum(dtype=torch.float64))
 
 
 def check_scalar(loss: Tensor, what: str) -> None:
-    """Raise ValueError, beginning with `what`, if the loss is not a scalar."""
+    """Raise ValueError, with a message that begins with `what`, if the loss is no scalar tensor."""
     if not isinstance(loss, Tensor) or loss.dim():
         found = f"a loss of shape {[*loss.shape]}" if isinstance(loss, Tensor) else f"{loss!r}"
         raise ValueError(f"{what} {found}: pass one scalar, a tensor without dimensions")
@@ -145,33 +151,36 @@ def check_scalar(loss: Tensor, what: str) -> None:
 
 
 class WaitingForward(ABC):
-    """A forward that waits for the gradient of what the caller got from it."""
+    """A forward of the model whose backward runs when the caller's graph has given its gradient."""
 
     outside: str
-    """Error message for `loss.backward()` in place of the run's own method."""
+    """Error message for a call of `loss.backward()` instead of the run's method."""
     too_late: str
     """Error message for a backward after the forward has become invalid."""
 
     def __init__(self, step: TrainStep, number: int, end: Tensor, num_labels: Tensor) -> None:
-        """Wait for the gradient of `end`, where the model's graph on this rank ends."""
+        """Keep the end of the model's graph on this rank: the node of `end`."""
         self._step = step
         self.number = number
-        """Number of the forward, the same on all ranks of the sequence."""
+        """Number of the forward, counted the same on all ranks of the sequence."""
         self._end: GradientEdge = get_gradient_edge(end)
         self.num_labels = num_labels
         """Number of this data rank's tokens that count as labels; [], float64."""
 
     @abstractmethod
-    def backward(self, gradient: Tensor) -> None:
-        """Run the model's backward from the gradient of what the caller got."""
+    def run_backward(self, gradient: Tensor) -> None:
+        """Run the model's backward.
+
+        `gradient`: that of the results or the loss that the caller got from this forward.
+        """
 
     def counted_twice(self, gradient: Tensor) -> Tensor | float:
-        """Return the part of the caller's scalar to subtract before data ranks sum it."""
+        """Return what to subtract from the caller's scalar before it is summed over data ranks."""
         return 0.0
 
 
 class _ResultForward(WaitingForward):
-    """The forward of a query; its results [B, N, K] on this rank are at `places` of the rows."""
+    """The forward of a query, with results [B, N, K] on this rank at `places` of the rows."""
 
     outside = "a loss of the run's results was given to loss.backward(): call run.backward(loss)"
     too_late = (
@@ -185,9 +194,10 @@ class _ResultForward(WaitingForward):
         super().__init__(step, number, found, query.num_labels)
         self._num, self._places = found.shape[1], places
 
-    def backward(self, gradient: Tensor) -> None:
+    def run_backward(self, gradient: Tensor) -> None:
+        """Run the model's backward from this rank's rows of the results' gradient [B, S, K]."""
         step, own = self._step, self._places.own(gradient, self._num)
-        step.hook.before_step((_BACKWARD,))  # a prefetch plan of its own
+        step.hook.before_step((_BACKWARD,))  # a prefetch plan for this backward alone
         step.hook.before_backward(_CHUNK)
         torch.autograd.backward(self._end, step.optimizer.scale_loss(own))
         step.hook.after_backward(_CHUNK)
@@ -210,16 +220,18 @@ class LossForward(WaitingForward):
     def __init__(
         self, step: TrainStep, number: int, own: Tensor, work: MeanWork, num_labels: Tensor
     ) -> None:
-        """Wait for the gradient of `own`, this rank's part of the loss, times the loss scale."""
+        """Keep the end of the model's graph: `own`, this rank's loss times the loss scale."""
         super().__init__(step, number, own, num_labels)
         self._dtype, self._work = own.dtype, work
         self.mean = own.detach() + (step.over_ranks(work.total) - own.detach())
         """The mean loss over all ranks, []."""
         routers = step.chunks[-1].routers
-        # Router losses add their gradients in forward, where that of the loss does not reach them.
+        # Router losses have added their gradients in forward. `run_backward` scales these by the
+        # gradient of the loss, which is known only then.
         self._scale_routers = None if routers is None else routers.scaling()
 
-    def backward(self, gradient: Tensor) -> None:
+    def run_backward(self, gradient: Tensor) -> None:
+        """Run the model's backward from the gradient [] of the mean loss."""
         self._step.hook.before_backward(_CHUNK)
         if self._scale_routers is not None:
             self._scale_routers(gradient)
@@ -231,18 +243,19 @@ class LossForward(WaitingForward):
         return self._step.finish(self._work, lr)
 
     def counted_twice(self, gradient: Tensor) -> Tensor:
-        # The mean is over data ranks and so the same on all of them: 1 / (number of data ranks) of
-        # it counts on each.
+        """Return all but 1 / (number of data ranks) of this loss's part of the scalar."""
+        # The mean over data ranks is the same on all of them, so the sum would count it on each.
         return gradient * self.mean * (1 - 1 / self._step.mesh[Axis.DATA].size)
 
 
 class _GraphStart(Function):
     """The node at which the caller's graph starts.
 
-    forward   return results [B, S, K] or a loss []; they need a gradient because `anchor` does
-    backward  pass their gradient to `note_gradient`
+    forward   returns results [B, S, K] or a loss []; they require a gradient because `anchor` does
+    backward  passes their gradient to `note_gradient`
 
-    The node refers to the forward's graph, so activations live as long as the caller's results.
+    The node refers to the forward, and so to the model's graph: activations live as long as the
+    caller's results.
     """
 
     @staticmethod
@@ -267,12 +280,13 @@ class _LastLoss(NamedTuple):
     """The last result of `run.loss`, until the run computes anything else."""
 
     loss: weakref.ref[Tensor]
-    """The caller's loss. Weak: its graph refers to the run, which refers to this."""
+    """The caller's loss. A weak reference, as its graph refers to the run, which refers to this."""
     forward: LossForward
+    """The forward that computed the loss."""
 
 
 class CallersGraphs:
-    """Runs forwards for a caller, and finds the ones that the caller's loss depends on.
+    """Runs forwards for a caller, and finds the forwards that the caller's loss depends on.
 
     Results of a query are valid for one backward, and until `drop`. A loss of `run.loss` is valid
     for one backward, and until the run computes anything else.
@@ -285,8 +299,8 @@ class CallersGraphs:
         """Forwards of queries whose results were computed since the last `drop`."""
         self._last_loss: _LastLoss | None = None
         self._arrived: list[tuple[WaitingForward, Tensor]] | None = None
-        """Forwards that a backward of the caller's graph has reached, with their gradients; None
-        outside of `arrivals`."""
+        """Forwards that the running backward of the caller's graph has reached, with the gradients
+        of their results; None outside of `run_callers_backward`."""
 
     def results(self, query: TokenQuery) -> Tensor:
         """Run the forward of a query and return its results in the caller's order, [B, S, K].
@@ -297,7 +311,7 @@ class CallersGraphs:
         self.compare([query])
         step, work = self._step, _QueryWork(self._step.parts, [query])
         self._run(work, training=False)
-        if not step.is_last_stage:  # zeros, for the sum over stages
+        if not step.is_last_stage:  # zeros: only the last stage adds results to the sum over stages
             wide = torch.promote_types(step.built.parameters[0].parameter.dtype, torch.float32)
             shape = *query.batch.tokens.shape, query.width
             whole = torch.zeros(shape, dtype=wide, device=query.batch.tokens.device)
@@ -315,7 +329,7 @@ class CallersGraphs:
         return self._started(whole, forward)
 
     def loss(self, batch: MicroBatch, *, more: bool) -> Tensor:
-        """Return the loss of `ParallelRun.loss` with its gradient, [].
+        """Run the forward of `ParallelRun.loss`, and return the loss [], which has a gradient.
 
         `more`: keep the gradients of earlier backward passes of the step.
         """
@@ -340,23 +354,24 @@ class CallersGraphs:
     ) -> Tensor:
         """Run forward and, in `training`, backward of queries with the caller's losses.
 
-        Returns the losses [len(queries)], float64, the same on all stages.
+        `last`: these are the last backward passes of the step. Returns the losses [len(queries)],
+        float64, the same on all stages.
         """
         work = _LossWork(self._step.parts, queries, loss_function)
         self._run(work, training=training, last=last)
         return self._mesh[Axis.PIPELINE].all_reduce(work.losses, tag=_TAG).wait()
 
     def compare(self, queries: Sequence[TokenQuery]) -> None:
-        """Raise ValueError if the ranks of this rank's sequence were given different queries."""
+        """Raise ValueError if the ranks of this rank's sequence have different queries."""
         assert self._step.same_rows is not None
-        self._step.same_rows.compare([q.batch for q in queries], [q.beside for q in queries])
+        self._step.same_rows.compare([q.batch for q in queries], [q.inputs for q in queries])
 
-    def arrivals(self, loss: Tensor) -> list[tuple[WaitingForward, Tensor]]:
-        """Run backward through the caller's graph of `loss`, up to the results that it is made of.
+    def run_callers_backward(self, loss: Tensor) -> list[tuple[WaitingForward, Tensor]]:
+        """Run backward through the caller's graph of `loss`, and return what it has reached.
 
-        Returns the forwards of these results, the latest first, each with the gradient of what the
-        caller got; the model's backward has not run. Raises RuntimeError for a forward that is not
-        valid any more.
+        Returns the forwards that the loss was computed from, the latest first, each with the
+        gradient of its results; the model's backward does not run. Raises RuntimeError for a
+        forward that is not valid any more.
         """
         arrived: list[tuple[WaitingForward, Tensor]] = []
         self._arrived = arrived
@@ -366,14 +381,15 @@ class CallersGraphs:
         finally:
             self._arrived = None
             self.forget_loss()
-        # All ranks have to run the model's backward passes in the same order, whatever order
-        # autograd reached them in.
+        # All ranks must run the model's backward passes in the same order, so that their
+        # collectives meet; autograd may reach the forwards in another order.
         return sorted(arrived, key=lambda item: item[0].number, reverse=True)
 
     def _note_gradient(self, forward: WaitingForward, gradient: Tensor) -> None:
         """Keep the gradient of a forward that autograd has reached in the caller's graph.
 
-        Raises RuntimeError outside of `arrivals`, and for a forward that is not valid any more.
+        Raises RuntimeError outside of `run_callers_backward`, and for a forward that is not valid
+        any more.
         """
         if self._arrived is None:
             raise RuntimeError(forward.outside)
@@ -382,44 +398,48 @@ class CallersGraphs:
             raise RuntimeError(forward.too_late)
         self._arrived.append((forward, gradient))
 
-    def backward(self, forward: WaitingForward, gradient: Tensor) -> None:
-        """Run the model's backward of a forward, once."""
-        forward.backward(gradient)
+    def run_model_backward(self, forward: WaitingForward, gradient: Tensor) -> None:
+        """Run the model's backward of a query's forward or a loss, which is invalid afterwards.
+
+        `gradient`: that of the results, from `run_callers_backward`.
+        """
+        forward.run_backward(gradient)
         self._step.hook.after_step()
         self._valid.discard(forward)
 
     def forward_of(self, loss: Tensor) -> LossForward:
-        """Return the forward of a result of `run.loss`; raise RuntimeError if it is not the last.
+        """Return the forward of `loss`, which must be the last result of `run.loss` itself.
 
-        Also raises for a scalar that was computed from it.
+        Raises RuntimeError for an earlier result, and for a scalar that was computed from one.
         """
         if self._last_loss is None or self._last_loss.loss() is not loss:
             raise RuntimeError(
                 "step takes the unchanged loss that the last call of loss returned, once; for"
-                " another, such as loss / n or one of other results, call run.backward(loss), then"
-                " run.step() without a loss"
+                " another loss, such as loss / n or one of other results, call run.backward(loss),"
+                " then run.step() without a loss"
             )
         return self._last_loss.forward
 
     def forget_loss(self) -> None:
-        """Make the last result of `run.loss` invalid, as the run computes something else."""
+        """Make the last result of `run.loss` invalid, because the run computes something else."""
         self._last_loss = None
 
     def drop(self) -> None:
-        """Make all results invalid: their weights change, or their gradients are not wanted."""
+        """Make all results invalid: weights change, or gradients are dropped."""
         self.forget_loss()
         self._valid.clear()
 
     def _started(self, whole: Tensor, forward: WaitingForward) -> Tensor:
-        """Return `whole` as the start of a new graph, whose backward calls `_note_gradient`."""
+        """Return `whole` as the start of a graph whose backward calls `_note_gradient`."""
         anchor = whole.new_empty(0).requires_grad_()
         started: Tensor = _GraphStart.apply(anchor, whole, forward, self._note_gradient)
         return started
 
     def _run(self, work: StepWork, *, training: bool, last: bool = False) -> None:
-        """Run forward and, in `training`, backward of `work`, in a prefetch plan of its own.
+        """Run forward and, in `training`, backward of `work`, with its own prefetch plan.
 
-        Raises ValueError with gradients and router losses, which only `run.loss` includes.
+        Raises ValueError if gradients are enabled and the model has router losses, which only
+        `run.loss` includes.
         """
         step = self._step
         if torch.is_grad_enabled() and any(chunk.routers for chunk in step.chunks):

@@ -1,4 +1,4 @@
-"""`GatheredWeights`: full weights of a sharded model, block by block, also written to folders."""
+"""`GatheredWeights`: gathers full weights of a sharded model block by block, and writes them."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ from isp.models.traced_model import TracedModel
 __all__ = ["GatheredWeights"]
 
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-"""Dtypes of weights, by the number that ranks send each other."""
+"""The dtypes of weights; ranks send each other an index into this tuple."""
 
 
 class GatheredWeights:
-    """Gathers the full weights of a model from the ranks' shards; all methods are collectives."""
+    """Gathers the full weights of a model from the shards of ranks; all methods are collectives."""
 
     def __init__(self, traced: TracedModel, built: BuiltModel, mesh: Mesh, dtype: str) -> None:
         self._traced, self._built, self._mesh, self._dtype = traced, built, mesh, dtype
@@ -44,7 +44,7 @@ class GatheredWeights:
         host, what, first = self._mesh.host, f"writing {folder}", self._mesh.rank == 0
         model: Any = self._traced.model
         if hasattr(model, "peft_config"):
-            # Adapters are small, so all of them fit on the host at once.
+            # All at once, because adapters are small enough for the host.
             wholes = self._wholes(lambda shape: shape.requires_grad)
             trained = {name: whole.cpu() for name, whole in wholes if first}
             attempt_first(host, what, lambda: model.save_pretrained(folder, state_dict=trained))
@@ -63,8 +63,8 @@ class GatheredWeights:
                 opened.close()
                 _save_config(model, folder, self._dtype)
 
-            # Each step is attempted on rank 0 and its error raised on all ranks: otherwise the
-            # others would wait for rank 0 in the next gather.
+            # `attempt_first` runs each step on rank 0 and raises its error on all ranks: otherwise
+            # the others would wait for rank 0 in the next gather.
             attempt_first(host, what, begin)
             for weights in self._by_blocks(wanted=first):
                 on_host = {name: weight.cpu() for name, weight in weights.items()}
@@ -74,9 +74,9 @@ class GatheredWeights:
     def named(
         self, dtype: torch.dtype | None, *, wanted: bool, merge_adapters: bool
     ) -> Iterator[tuple[str, Tensor]]:
-        """Yield names and full weights where they are `wanted`; see `ParallelRun.named_weights`.
+        """Yield names and full weights if they are `wanted`; see `ParallelRun.named_weights`.
 
-        Ranks where they are not `wanted` take part in the gathers and yield nothing.
+        A rank that does not want them takes part in the gathers and yields nothing.
         """
         traced = self._traced
         model: Any = traced.model
@@ -85,8 +85,8 @@ class GatheredWeights:
         inner = model.get_base_model() if merges else model
         for weights in self._by_blocks(wanted=wanted):
             own = merged(model, traced.shape, weights) if merges else weights
-            # The names of saved models (experts one by one) include no adapters, so a PeftModel
-            # with separate adapters keeps its own names.
+            # `published` renames to a saved model's names, which have no adapters: weights of a
+            # PeftModel with separate adapters keep their names.
             published = own if adapted and not merges else traced.interface.published(inner, own)
             del weights, own  # frees this block before the next one is gathered
             while published:
@@ -94,13 +94,13 @@ class GatheredWeights:
                 weight = published.pop(name)
                 converts = dtype is not None and weight.is_floating_point()
                 yield name, weight.to(dtype) if converts else weight
-                del weight  # the caller may have dropped it; keep no reference
+                del weight  # so that the caller can free it
 
     def _by_blocks(self, *, wanted: bool) -> Iterator[dict[str, Tensor]]:
-        """Yield all saved weights and buffers by name, one block at a time.
+        """Yield all saved weights and buffers by name, a dict for each block.
 
-        By block, as some weights of one block are saved joined or split. Where they are not
-        `wanted`, the dicts are empty.
+        A block is complete, because some of its weights are saved joined or split. On a rank where
+        they are not `wanted`, the dicts are empty.
         """
         blocks = tuple(f"{block}." for block in self._traced.trace.blocks)
 
@@ -118,9 +118,9 @@ class GatheredWeights:
     ) -> Iterator[tuple[str, Tensor]]:
         """Yield names and full parameters of all pipeline stages, in the model's order.
 
-        `chosen` selects parameters; it is called with those of the model on the meta device.
+        `chosen` returns True for each parameter to yield, given the parameter on the meta device.
         """
-        # A rank does not know the dtypes of other stages' weights, but has to allocate them.
+        # A rank does not know the dtypes of other stages' weights, but must allocate them.
         shapes, stages = dict(self._traced.shape.named_parameters()), self._mesh[Axis.PIPELINE]
         names = [name for name, shape in shapes.items() if chosen(shape)]
         kinds = torch.full((1, len(names)), -1, device=self._built.parameters[0].parameter.device)
@@ -142,7 +142,7 @@ class GatheredWeights:
         if layout.parts == 1:
             return shard.clone()
         dim, shape = layout.dim, list(shard.shape)
-        # Shards may have different lengths, and an all-gather needs equal ones: pad to the longest.
+        # Pad to the longest shard, because an all-gather needs equal lengths.
         lengths = [sum(b - a for a, b in layout.intervals(i)) for i in range(layout.parts)]
         shape[dim] = max(lengths)
         padded = shard.new_zeros(shape)
@@ -161,7 +161,7 @@ class GatheredWeights:
 
 
 def _save_config(model: Any, folder: Path, dtype: str) -> None:
-    """Write config.json, and generation_config.json if any, of a model of transformers."""
+    """Write config.json, and generation_config.json if the model has one; transformers only."""
     if not hasattr(model, "config"):
         return
     config = copy.deepcopy(model.config)

@@ -14,29 +14,29 @@ __all__ = ["OffDevice"]
 
 
 class OffDevice:
-    """Empties the storages of a run's tensors on the device, and fills them again.
+    """Empties the storages of a run's tensors on the device, and fills them again later.
 
-    Tensors and their views stay the same objects, so optimizer, buckets and guards keep theirs.
-    The host memory is kept for the next time.
+    Tensors and their views stay the same objects, so references in the optimizer, buckets and
+    guards stay valid. The host memory is kept for the next time.
     """
 
     def __init__(self, train_step: TrainStep, device: torch.device) -> None:
         self._train_step, self._device = train_step, device
         self._kept: dict[UntypedStorage, int] = {}
-        """Emptied storages whose contents are on the host, with their bytes."""
+        """Emptied storages whose contents are on the host, with their sizes in bytes."""
         self._dropped: dict[UntypedStorage, int] = {}
-        """Emptied storages that come back filled with zeros, with their bytes."""
+        """Emptied storages that are filled with zeros later, with their sizes in bytes."""
         self._host = torch.empty(0, dtype=torch.uint8)
-        """Host memory for the contents, page-locked for CUDA."""
+        """Host memory for the contents; page-locked for CUDA."""
 
     def leave(self) -> None:
-        """Move weights and optimizer states to the host; drop the main gradients' contents.
+        """Move weights and optimizer states to the host; free the main gradients without a copy.
 
-        Raises MemoryError, before anything has moved, if the host has too little memory.
+        Raises MemoryError if the host has too little memory; nothing has moved then.
         """
         step, on_cuda = self._train_step, self._device.type == "cuda"
         step.drain()
-        if on_cuda:  # other streams, which gather or publish, may still read these storages
+        if on_cuda:  # other streams may still read these storages, to gather or publish weights
             torch.cuda.synchronize(self._device)
         if (communicator := step.communicator) is not None:
             communicator.pool.reset_lazy_pools()
@@ -75,7 +75,7 @@ class OffDevice:
         return [storage for storage in found.values() if storage.device == self._device]
 
     def _places(self, storages: Iterable[UntypedStorage]) -> tuple[Tensor, ...]:
-        """Return the host bytes of each storage, as consecutive views of the host memory."""
+        """Return a part of the host memory for each storage: consecutive views, with its size."""
         sizes = [storage.nbytes() for storage in storages]
         places: tuple[Tensor, ...] = self._host[: sum(sizes)].split(sizes)
         return places

@@ -1,17 +1,17 @@
-"""`ParallelRun`: a user's model in training, driven by the user's own loop.
+"""`ParallelRun`: a user's model in training, called from the user's own loop.
 
-A step of the mean cross-entropy is two calls, a step of a loss of the user's own at least three:
+A step of the mean cross-entropy is two calls, and a step of the user's own loss at least three:
 
     run.step(run.loss(input_ids, labels))
 
     scores = run.log_probs(input_ids, labels)       # or run.logits, run.hidden; any number of them
-    run.backward(my_loss(scores))                   # or several such losses, one after the other
+    run.backward(my_loss(scores))                   # or several such losses, each once
     run.step()                                      # sums gradients over ranks, clips, updates
 
 `run.forward_backward(batches, my_loss)` does the first two for micro-batches, and is the only way
 through pipeline stages. `_NEXT_STATE` lists the calls that are allowed in each `State`.
 
-B batch, S sequence, D hidden size, V vocabulary
+B batch, S sequence, D hidden size, V vocabulary.
 """
 
 from __future__ import annotations
@@ -65,13 +65,13 @@ __all__ = ["Call", "ParallelRun", "State"]
 logger = logging.getLogger(__name__)
 
 _EXTRA = "extra"
-"""Key of the caller's own values in a checkpoint."""
+"""Key, in a checkpoint, of the caller's values."""
 _STEP_OR_DROP = "call run.step(), or run.zero_grad() to drop the gradients"
-"""Way out of the states in which gradients wait for the step."""
+"""Advice in error messages, for the states in which gradients wait for the step."""
 
 
 class State(Enum):
-    """State of a run's gradients; the value has the words for what is pending and the way out."""
+    """State of a run's gradients; the value is what is pending and what to do, for messages."""
 
     READY = "there are no gradients", "call run.backward(loss) first, or run.step(loss)"
     ADDED = "gradients of run.backward wait for the step", _STEP_OR_DROP
@@ -113,25 +113,25 @@ class Call(Enum):
 def _next_states() -> dict[Call, dict[State, State]]:
     """Return, for each call, the states in which it is allowed, each with the state after it.
 
-    A call that is refused, or fails before it does anything, changes nothing. One that fails in the
-    model's backward leads to READY, since an unknown part of the gradients has been added. Four
-    calls change something first and may fail after that: `step` leads to READY before it updates,
-    and `load` once it has found a checkpoint that fits; `grad_norm` leads to SUMMED before it sums;
-    `to('cpu')` drops results that wait for a backward, and stays READY if it fails.
+    A call that is refused, or fails before it does anything, changes nothing. A call that fails in
+    the model's backward leads to READY, because an unknown part of the gradients has been added.
+    Four calls change the state first and may fail after that: `step` leads to READY before it
+    updates, and `load` when it has found a checkpoint that fits; `grad_norm` leads to SUMMED before
+    it sums; `to('cpu')` drops results that wait for a backward, and stays READY if it fails.
     """
     ready, added, last, summed, away = State
     anywhere = {state: state for state in (ready, added, last, summed)}
     return {
-        # Computing keeps the gradients. Results are valid until the next step or zero_grad. A
-        # result of `loss` is valid only until the run computes anything else (`CallersGraphs`).
+        # These keep the gradients. Results are valid until the next step or zero_grad, but a
+        # result of `loss` only until the run computes anything else (see `CallersGraphs`).
         Call.LOG_PROBS: anywhere,
         Call.LOGITS: anywhere,
         Call.HIDDEN: anywhere,
         Call.LOSS: anywhere,
-        # An evaluation runs as a step of its own, which would drop the gradients.
+        # An evaluation runs as a separate step, which would drop the gradients.
         Call.LOSS_NO_GRAD: {ready: ready},
         Call.FORWARD_BACKWARD_NO_GRAD: {ready: ready, added: added},
-        # Gradients add up until the caller declares one the last, or reads the norm of their sum.
+        # Gradients add up until the caller passes last=True, or reads the norm of their sum.
         Call.BACKWARD: {ready: added, added: added},
         Call.FORWARD_BACKWARD: {ready: added, added: added},
         Call.LAST_BACKWARD: {ready: last, added: last},
@@ -145,8 +145,8 @@ def _next_states() -> dict[Call, dict[State, State]]:
         Call.NAMED_WEIGHTS: anywhere,
         Call.SAVE: anywhere,
         Call.LOAD: dict.fromkeys(anywhere, ready),
-        # A `to` that moves nothing, as the weights are there already, is allowed in each state and
-        # changes nothing, so it does not look here.
+        # A `to` that moves nothing, because the weights are there already, is allowed in each state
+        # and does not read this table.
         Call.TO_HOST: {ready: away},
         Call.TO_DEVICE: {away: ready},
     }
@@ -161,7 +161,7 @@ _NEEDS_TRAINED = {
     Call.FORWARD_BACKWARD: Call.FORWARD_BACKWARD_NO_GRAD,
     Call.LAST_FORWARD_BACKWARD: Call.FORWARD_BACKWARD_NO_GRAD,
 }
-"""Calls that need a weight that is not frozen, each with the one to make without."""
+"""Calls that need a weight that is not frozen, each with the call to make if all are frozen."""
 
 
 class ParallelRun:
@@ -173,9 +173,9 @@ class ParallelRun:
             run.step(loss)
         run.save_pretrained(folder)
 
-    Give all ranks of a tensor group the same sequences, and each data rank its own. Between steps
-    no transfer is in flight: you may read parameters (this rank's shards) and write them, if all
-    ranks that hold a parameter write the same.
+    Pass the same sequences on all ranks of a tensor group, and different ones on each data rank.
+    Between steps no transfer is in flight: you may read parameters (this rank's shards) and write
+    them, if all ranks that have a parameter write the same values.
     """
 
     def __init__(
@@ -205,7 +205,8 @@ class ParallelRun:
         self.weights = GatheredWeights(traced, self.train_step.built, mesh, config.training.dtype)
         self._saved = SavedStep(self.train_step)
         self.num_steps = self._num_tokens = 0
-        """Number of steps so far, including skipped ones and those of a loaded checkpoint."""
+        """Numbers of steps and of tokens with labels so far, including skipped steps and those of a
+        loaded checkpoint."""
         self._off_device = OffDevice(self.train_step, device)
         self._reader = RowReader(traced, config.parallel, device)
         self._graphs = CallersGraphs(self.train_step, mesh)
@@ -215,17 +216,17 @@ class ParallelRun:
 
     @property
     def dp_rank(self) -> int:
-        """The data rank, from 0 to `dp_size` - 1; ranks with the same one share their sequences."""
+        """The data rank, from 0 to `dp_size` - 1; ranks with equal data ranks share sequences."""
         return self.mesh[Axis.DATA].rank
 
     @property
     def dp_size(self) -> int:
-        """The number of data ranks, each with sequences of its own."""
+        """The number of data ranks, each with its own sequences."""
         return self.mesh[Axis.DATA].size
 
     @property
     def optimizer(self) -> torch.optim.Optimizer | None:
-        """The torch optimizer that updates; None if an update rule of ISP does."""
+        """The torch optimizer that updates the weights; None if an update rule of ISP does."""
         updates = self.train_step.optimizer.torch_updates
         return None if updates is None else updates.optimizer
 
@@ -321,7 +322,7 @@ class ParallelRun:
 
         It has the whole sequence and is the same on all ranks of a sequence; compute a loss from it
         as from `log_probs`. Keep the parameters of your head equal on all ranks: their gradients
-        are of one data rank's sequences, so sum them over data ranks yourself. Raises as
+        are those of one data rank's sequences, so sum them over data ranks yourself. Raises as
         `log_probs` does, and ValueError for a model that does not end in a linear.
         """
         query = HiddenQuery(self._reader, input_ids, position_ids, attention_mask)
@@ -329,7 +330,7 @@ class ParallelRun:
         return found
 
     def _answer(self, call: Call, query: TokenQuery) -> Any:
-        """Compute a query and return the caller's result."""
+        """Check that `call` is allowed, compute a query and return what the caller gets."""
         self._check(call, trains=torch.is_grad_enabled())
         return query.answer(self._graphs.results(query))
 
@@ -347,16 +348,16 @@ class ParallelRun:
         `position_ids` [B, S] are whole sequences; S is a multiple of `parallel.tensor.size`. As in
         transformers, `labels` are the tokens themselves, -100 where no loss is computed, and are
         shifted here; None: all tokens but the first of each document. Without any label the loss is
-        0, and a warning is logged once. Packed documents begin where `position_ids` restart. All
-        ranks of a tensor group pass the same. The gradient is this rank's part. Under
-        `torch.no_grad()` it evaluates, without dropout if you called `eval`.
+        0, and a warning is logged once. Packed documents begin where `position_ids` restart. Pass
+        the same arguments on all ranks of a tensor group. The gradient is this rank's part. Under
+        `torch.no_grad()` this evaluates, without dropout if you called `eval`.
 
         Copies of inputs from the host may still run when this returns: do not refill page-locked
         inputs before the step is over.
 
         Raises TypeError or ValueError for arguments that do not fit, among them an
         `attention_mask`, which only `log_probs`, `logits` and `hidden` take; ValueError on all
-        ranks if those of a tensor group differ (on CUDA, from the second call on, in `step`);
+        ranks if arguments differ in a tensor group (on CUDA, from the second call on, in `step`);
         ValueError with gradients for pipeline stages: use `forward_backward`; RuntimeError if
         weights were frozen, unfrozen, replaced or converted since `parallelize`, and with gradients
         if all are frozen. The backward of the loss raises RuntimeError outside of `step` and
@@ -394,17 +395,18 @@ class ParallelRun:
         Returns the losses [len(batches)], float64, the same on all ranks of a sequence.
 
         Each of `batches` has `input_ids`, optionally `labels`, `position_ids` and `attention_mask`
-        as in `log_probs`, and further entries that `loss_function(scores, batch)` reads. That
+        as in `log_probs`, and further entries that `loss_function(scores, batch)` reads. This
         function returns a scalar, computed from the results of `log_probs` for the micro-batch (of
-        `logits`, for a classifier). Pass the same to all ranks of a sequence, on all stages. Only
-        ranks of the last stage call the function, in order, while others compute, so it must not
-        call collectives; put results of other models, such as a reference, into `batches`.
-        Gradients add up until `step`, as in `backward`; under `torch.no_grad()` there are none.
-        `last`: see `backward`. Raises as `log_probs` does, ValueError for a number of batches that
-        the pipeline schedule cannot run, and RuntimeError with gradients if all weights are frozen.
+        `logits`, for a classifier). Pass the same batches on all ranks of a sequence and on all
+        stages. Only ranks of the last stage call the function, in order, while others compute, so
+        it must not call collectives; put results of other models, such as a reference, into
+        `batches`. Gradients add up until `step`, as in `backward`; under `torch.no_grad()` there
+        are none. `last`: see `backward`. Raises as `log_probs` does, ValueError for a number of
+        batches that the pipeline schedule cannot run, and RuntimeError with gradients if all
+        weights are frozen.
         """
         if not batches:
-            raise ValueError("forward_backward was given no batches")
+            raise ValueError("forward_backward was given no batches: pass at least one")
         self.config.parallel.pipeline.check_micro_batches(len(batches), "len(batches)")
         queries = [self._query(batch, temperature, entropy) for batch in batches]
         trains = torch.is_grad_enabled()
@@ -430,7 +432,7 @@ class ParallelRun:
         return losses
 
     def _query(self, batch: Mapping[str, Any], temperature: float, entropy: bool) -> TokenQuery:
-        """Return the query for one of `forward_backward`'s batches."""
+        """Return the query for one of the batches of `forward_backward`."""
         if "input_ids" not in batch:
             raise ValueError(f"a batch has no input_ids: it has {', '.join(map(str, batch))}")
         input_ids: Tensor = batch["input_ids"]
@@ -446,23 +448,24 @@ class ParallelRun:
     def backward(self, loss: Tensor, *, last: bool = False) -> None:
         """Run the backward of a scalar computed from `log_probs`, `logits`, `hidden` or `loss`.
 
-        It can be called several times before a `step`: gradients add up, over data ranks too, and
+        You may call this several times before a `step`: gradients add up, over data ranks, too, and
         are not divided by anything (see `count`). A result of `loss` is a mean over data ranks
         already: for n micro-batches pass each as `loss / n`, before the next call of `loss`. All
         ranks of a sequence must compute the same scalar, which counts once. `last=True` declares
         that no other backward follows before the step, so gradients are reduced while it runs. A
-        weight that no loss of a step reaches, such as the head in a step of `hidden` alone, keeps
+        weight that no loss of a step reaches, such as the head if a step uses only `hidden`, keeps
         its value and its optimizer states, as with torch's optimizers.
 
         A failure in the model's backward drops the gradients since the last step; an error before
-        it (no scalar, the caller's own graph, results that are not valid any more) leaves them.
+        it (no scalar, a fault in the caller's graph, results that are not valid any more) keeps
+        them.
 
         Raises ValueError for a loss that is not a scalar, and RuntimeError if it does not depend on
         a result that waits for a backward, and after `grad_norm` or a backward with `last=True`.
         """
         after = self._check(Call.LAST_BACKWARD if last else Call.BACKWARD, trains=True)
         check_scalar(loss, "run.backward takes a scalar, got")
-        arrived = self._graphs.arrivals(loss)
+        arrived = self._graphs.run_callers_backward(loss)
         if not arrived:
             raise RuntimeError(
                 "the loss does not depend on a result of the run that needs backward, such as"
@@ -470,15 +473,16 @@ class ParallelRun:
             )
         value, step = loss.detach().double(), self.train_step
         with self._all_or_none():
-            # A loss of `run.loss` is always the latest forward, as any other makes it invalid. It
-            # has begun the step, if none had, and its router losses may have gradients already.
+            # A loss of `run.loss` is always the latest forward, because any other forward makes it
+            # invalid. Its forward has begun the step, and router losses may have added gradients,
+            # which must not be cleared.
             self._begin(clear=not isinstance(arrived[0][0], LossForward))
             while arrived:  # popped, so that a graph's activations are freed after its backward
                 forward, gradient = arrived.pop(0)
                 if last and not arrived:
                     step.gradients.expect_last()
-                self._graphs.backward(forward, gradient)
-                # `step` sums the values over data ranks.
+                self._graphs.run_model_backward(forward, gradient)
+                # `step` will sum this value over data ranks.
                 value = value - forward.counted_twice(gradient)
                 self._count = self._count + forward.num_labels
         self._loss, self._state = self._loss + value, after
@@ -487,8 +491,8 @@ class ParallelRun:
         """Return the global norm of the gradients of `backward`, as `step` will report it.
 
         This sums the gradients over ranks, so no `backward` may follow before `step` or
-        `zero_grad`. Raises RuntimeError if there was no `backward`; `step(loss)` reports the norm
-        itself.
+        `zero_grad`. Raises RuntimeError if there was no `backward`; for `step(loss)`, read the norm
+        of its outcome.
         """
         self._state = self._check(Call.GRAD_NORM, trains=True)
         return self.train_step.grad_norm()
@@ -508,13 +512,14 @@ class ParallelRun:
             _check_rate(lr)
         if lr is not None and self.optimizer is not None:
             raise ValueError(
-                f"run.step(lr={lr}): run.optimizer's groups and schedulers have the rate"
+                f"run.step(lr={lr}): run.optimizer's groups and schedulers have the rate: leave out"
+                f" lr"
             )
         lr = self.config.optimizer.lr if lr is None else lr
         if loss is None:
             self._check(Call.STEP, trains=True)
             totals, data = torch.stack((self._loss, self._count)), self.mesh[Axis.DATA]
-            # Ends the state of this step. The main gradients stay: the next `_begin` clears them.
+            # Only ends the state of the step: main gradients stay until the next `_begin`.
             self.zero_grad()
             outcome = self.train_step.update(
                 lambda: data.all_reduce(totals, tag=Tag(tensor="metrics")).wait(), lr
@@ -523,17 +528,17 @@ class ParallelRun:
             self._check(Call.STEP_OF_LOSS, trains=True)
             forward = self._graphs.forward_of(loss)
             # The caller's graph is a single node, so the gradient is 1.
-            ((_, gradient),) = self._graphs.arrivals(loss)
-            # Declared before the backward, so that buckets are summed while it runs.
+            ((_, gradient),) = self._graphs.run_callers_backward(loss)
+            # Before the backward, so that buckets are summed while it runs.
             self.train_step.gradients.expect_last()
-            forward.backward(gradient)
+            forward.run_backward(gradient)
             outcome = forward.finish(lr)
             self.zero_grad()
         if not outcome.valid_tokens:
             self._warn_unlabelled()
         self.num_steps += 1
         self._num_tokens += outcome.valid_tokens
-        if not self._has_stepped:  # the first step, with more time, also loads kernels
+        if not self._has_stepped:  # the first step had more time, because it loads kernels
             self.mesh.set_timeout(self.config.comm.train_timeout_seconds)
             self._has_stepped = True
         return outcome
@@ -546,8 +551,8 @@ class ParallelRun:
     def count(self, mask: Tensor) -> Tensor:
         """Return the sum of `mask` (any shape) over data ranks, [], float64, on the device.
 
-        All ranks of a sequence pass the same mask. Use it to divide a loss by the number of tokens
-        or sequences of the global batch.
+        Pass the same mask on all ranks of a sequence. Use this to divide a loss by the number of
+        tokens or sequences of the global batch.
         """
         total = mask.to(self.device).sum(dtype=torch.float64)
         return self.mesh[Axis.DATA].all_reduce(total, tag=Tag(tensor="count")).wait()
@@ -567,7 +572,7 @@ class ParallelRun:
     def adapters_off(self) -> Iterator[None]:
         """Turn PEFT's LoRA adapters off in this context: the model is then its own reference.
 
-        Compute in it under `torch.no_grad()`: with gradients the run's methods raise RuntimeError.
+        Compute here under `torch.no_grad()`: with gradients, methods of the run raise RuntimeError.
         Raises ValueError for a model without adapters, or with others than plain LoRA.
         """
         with turned_off(self.model):
@@ -580,11 +585,11 @@ class ParallelRun:
     def to(self, device: str | torch.device) -> Self:
         """Move weights and optimizer states to "cpu", or back to the run's device; returns self.
 
-        Use it to free the device for another phase, such as generation. The memory of main
-        gradients is freed too. On CPU ranks nothing moves. Until the weights are back, computing,
+        Use this to free the device for another phase, such as generation. The memory of main
+        gradients is freed, too. On CPU ranks nothing moves. Until the weights are back, computing,
         saving or reading them raises RuntimeError, and parameters have no memory. The host memory
-        stays reserved. Raises ValueError for another device, MemoryError if the host has too little
-        memory, and RuntimeError between `backward` and the step.
+        stays allocated. Raises ValueError for another device, MemoryError if the host has too
+        little memory, and RuntimeError between `backward` and the step.
         """
         target = torch.device(device)
         home = target.type == self.device.type and target.index in (None, self.device.index)
@@ -625,14 +630,13 @@ class ParallelRun:
     ) -> Iterator[tuple[str, Tensor]]:
         """Yield names and full weights as `save_pretrained` writes them, e.g. for inference.
 
-        All ranks must call it and iterate to the end. Tensors are on the device, belong to the
-        caller, and have `dtype` if they are floating-point (None: that of training, in
-        which routers may be float32). They are
-        yielded on all ranks, or on `to_rank` only. One block at a time is gathered. With PEFT,
-        names are those of the PeftModel's `state_dict`, adapters are separate, and experts are
-        stacked; `merge_adapters` merges adapters into the base model's weights, as
-        `merge_and_unload` does, with the names that the base model is saved with. Raises ValueError
-        for a rank that does not exist, or for an adapter on a tied weight.
+        All ranks must call this and iterate to the end. Tensors are on the device, belong to the
+        caller, and have `dtype` if they are floating-point (None: their dtype in training, where
+        routers may be float32). They are yielded on all ranks, or only on `to_rank`. One block at a
+        time is gathered. With PEFT, names are those of the PeftModel's `state_dict`, adapters are
+        separate, and experts are stacked; `merge_adapters` merges adapters into the base model's
+        weights, as `merge_and_unload` does, with the names that the base model is saved with.
+        Raises ValueError for a rank that does not exist, or for an adapter on a tied weight.
         """
         world = self.mesh.topology.world_size
         if to_rank is not None and not 0 <= to_rank < world:
@@ -653,7 +657,7 @@ class ParallelRun:
         CheckpointError on all ranks if any rank cannot write.
         """
         self._check(Call.SAVE, trains=False)
-        # The caller may have written weights; checkpoints hold the float32 masters.
+        # Checkpoints have the float32 masters: update those of weights that the caller has written.
         self.train_step.optimizer.take_up_weights(only_written=True)
         self._saved.save(
             self._checkpointer.at(Path(folder), keep_latest_k=keep),
@@ -683,7 +687,7 @@ class ParallelRun:
 
     @cached_property
     def _checkpointer(self) -> Checkpointer:
-        """The checkpointer; opening it is a collective, done at the first save or load."""
+        """The checkpointer; making it is a collective, at the first save or load."""
         return Checkpointer("", CheckpointConfig(), world=self.mesh[Axis.WORLD])
 
     # -- checks and state --------------------------------------------------------------------------
@@ -691,15 +695,15 @@ class ParallelRun:
     def _check(self, call: Call, *, trains: bool) -> State:
         """Return the state after `call`; raise RuntimeError or ValueError if it is not allowed now.
 
-        `trains`: the call computes, or uses, gradients. Copies weights that the caller has moved
-        back into the memory that the optimizer updates.
+        `trains`: the call computes, or uses, gradients. If the caller has given parameters other
+        memory, copies their values back into the memory that the optimizer updates.
         """
         after = _NEXT_STATE[call].get(self._state)
         if after is None:
             raise RuntimeError(self._state.refusal(call))
         stages = self.mesh[Axis.PIPELINE].size
         if trains and stages > 1 and call in _IN_CALLERS_GRAPH:
-            # The stages' backward passes have to be scheduled, which the caller's autograd cannot.
+            # A pipeline schedules the backward passes of stages; the caller's autograd cannot.
             raise ValueError(
                 f"run.{call.value} with gradients and parallel.pipeline.size={stages}: call"
                 f" run.forward_backward(batches, loss_function), or this under torch.no_grad()"
@@ -716,7 +720,7 @@ class ParallelRun:
         return after
 
     def _begin(self, *, clear: bool = True) -> None:
-        """Begin a step unless one has begun; without `clear`, `loss` has cleared the gradients."""
+        """Begin a step unless one has begun; `clear`: set gradients to zero, if `loss` has not."""
         if self._state is State.READY:
             if clear:
                 self.train_step.begin()
@@ -725,7 +729,7 @@ class ParallelRun:
 
     @contextmanager
     def _all_or_none(self) -> Iterator[None]:
-        """Drop all gradients if this context fails: an unknown part of them has been added."""
+        """Drop all gradients if this context raises, because an unknown part was added."""
         try:
             yield
         except BaseException:
@@ -745,7 +749,7 @@ class ParallelRun:
 
 
 def _check_rate(lr: object) -> None:
-    """Raise TypeError for a learning rate that is no number, ValueError if infinite or negative."""
+    """Raise TypeError if the learning rate is no number, ValueError if infinite or negative."""
     if isinstance(lr, bool) or not isinstance(lr, Real):
         raise TypeError(
             f"run.step(lr={lr!r}): lr is a {type(lr).__name__}, pass a number such as 1e-5, or"

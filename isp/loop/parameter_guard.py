@@ -1,4 +1,4 @@
-"""`ParameterGuard`: checks what user code did to the parameters of a parallelized model."""
+"""Checks and hooks that find misuse of a parallelized model's parameters by user code."""
 
 from __future__ import annotations
 
@@ -24,21 +24,23 @@ class _Place(NamedTuple):
     name: str
     """Name of the parameter in the model, for errors."""
     owner: nn.Module
+    """The module that has the attribute."""
     local: str
     """Name of the attribute of `owner`."""
     parameter: nn.Parameter
+    """The parameter when the model was parallelized."""
     storage: Tensor
-    """Tensor on the memory that the optimizer updates and gathers read."""
+    """Tensor on the memory that the optimizer updates and that gathers read."""
     trains: bool
     """True if the parameter was trained when the model was parallelized."""
 
 
 class ParameterGuard:
-    """Keeps the parameters of `model` on the memory that the runtime trains.
+    """Keeps the parameters of `model` on the memory that the optimizer updates.
 
-    In-place writes need no guard. `module.to(..)` and `parameter.data = ..` give a parameter other
-    memory, which the optimizer does not update: `check` copies the values into the memory that it
-    does update, as if they had been written there.
+    Writing into a parameter in place is allowed. `module.to(..)` and `parameter.data = ..` give a
+    parameter other memory, which the optimizer does not update: `check` then copies the values
+    into the original memory, as if they had been written there.
     """
 
     def __init__(self, model: nn.Module, parameters: Iterable[ShardedParameter]) -> None:
@@ -52,49 +54,50 @@ class ParameterGuard:
 
     @torch.no_grad()
     def check(self, *, trains: bool) -> None:
-        """Copy the values of parameters with other memory back, and restore their memory.
+        """Give parameters with other memory their original memory back, with their new values.
 
-        Raises RuntimeError for another parameter, dtype, device or shape, and, with `trains`, for a
-        parameter that was frozen or unfrozen.
+        Raises RuntimeError if a parameter was replaced, or has another dtype, device or shape than
+        before; with `trains`, also if it was frozen or unfrozen.
         """
         for place in self._places:
             parameter, storage = place.parameter, place.storage
             if getattr(place.owner, place.local) is not parameter:
                 raise RuntimeError(
-                    f"{place.name} is another parameter than when the model was parallelised: write"
-                    f" into that one, by copy_ or load_state_dict without assign=True"
+                    f"{place.name} is another parameter than when the model was parallelized: write"
+                    f" into the original one, by copy_ or load_state_dict without assign=True"
                 )
             if trains and parameter.requires_grad is not place.trains:
                 was, now = ("trained", "frozen") if place.trains else ("frozen", "trained")
                 raise RuntimeError(
-                    f"{place.name} was {was} when the model was parallelised, and is {now} now:"
-                    f" write the weights by save_pretrained, load and freeze them, and parallelize"
-                    f" that model"
+                    f"{place.name} was {was} when the model was parallelized, and is {now} now:"
+                    f" save the model by save_pretrained, load it, freeze its weights, and"
+                    f" parallelize it again"
                 )
             if _kind(parameter) != _kind(storage):
                 raise RuntimeError(
-                    f"{place.name} was {_kind(storage)} when the model was parallelised, and is"
-                    f" {_kind(parameter)} now: choose by training.dtype and training.device"
-                    f" instead, or convert a model that save_pretrained has written"
+                    f"{place.name} was {_kind(storage)} when the model was parallelized, and is"
+                    f" {_kind(parameter)} now: set training.dtype and training.device instead, or"
+                    f" convert a model that save_pretrained has written"
                 )
             if _memory(parameter) != _memory(storage):
-                storage.copy_(parameter.clone())  # may overlap, e.g. a transposed view of `storage`
+                # A clone, because the two may overlap, as for a transposed view of `storage`.
+                storage.copy_(parameter.clone())
                 parameter.data = storage
 
 
 def refuse_optimizers(model: nn.Module, own: WeakIdKeyDictionary) -> None:
-    """Make steps of torch optimizers over parameters of `model` raise, while the model lives.
+    """Make each step of a torch optimizer with parameters of `model` raise, while the model lives.
 
-    The parameters never get a gradient, so such a step would silently change nothing. `own` are
-    the parameters before the model was parallelized, by weak references.
+    These parameters never get a gradient, so such a step would silently change nothing. `own` has
+    weak references to the parameters before the model was parallelized.
     """
-    # Older parameters too: the user may have made the optimizer before `parallelize`.
+    # The older parameters, too, because the user may have made the optimizer before `parallelize`.
     own.update(dict.fromkeys(model.parameters()))
 
     def check(optimizer: torch.optim.Optimizer, *_: object) -> None:
         if any(p in own for group in optimizer.param_groups for p in group["params"]):
             raise RuntimeError(
-                f"this {type(optimizer).__name__} has parameters of a parallelised model, which get"
+                f"this {type(optimizer).__name__} has parameters of a parallelized model, which get"
                 f" no gradient: let isp.parallelize(.., optimizer=..) make it, and call run.step()"
             )
 
@@ -102,16 +105,16 @@ def refuse_optimizers(model: nn.Module, own: WeakIdKeyDictionary) -> None:
 
 
 def refuse_data_parallel(model: nn.Module) -> None:
-    """Make torch's DistributedDataParallel around `model` raise, as transformers' Trainer adds it.
+    """Make DistributedDataParallel around `model` raise; transformers' Trainer would add one.
 
-    Otherwise it would compare shards as if they were replicas, and report different shapes.
+    Otherwise it would compare shards as if they were replicas, and report that shapes differ.
     """
     of_model = weakref.ref(model)  # weak: the hook is global and must not keep the model alive
 
     def check(owner: nn.Module, _: str, inner: nn.Module | None) -> None:
         if isinstance(owner, DistributedDataParallel) and inner is of_model():
             raise RuntimeError(
-                "DistributedDataParallel around a parallelised model, as transformers' Trainer puts"
+                "DistributedDataParallel around a parallelized model, as transformers' Trainer adds"
                 " it: leave it out, or use isp.integrations.transformers.Trainer"
             )
 
@@ -119,7 +122,7 @@ def refuse_data_parallel(model: nn.Module) -> None:
 
 
 def _kind(x: Tensor) -> str:
-    """Return dtype, shape and device in words."""
+    """Return dtype, shape and device of x, as text for messages and comparison."""
     return f"{str(x.dtype).removeprefix('torch.')} {list(x.shape)} on {x.device}"
 
 

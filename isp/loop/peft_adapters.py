@@ -1,4 +1,4 @@
-"""PEFT adapters: merged into the base model's weights, with PEFT's arithmetic, or turned off."""
+"""PEFT adapters: merge them into the base model's weights by PEFT's code, or turn them off."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ __all__ = ["merged", "turned_off"]
 
 
 def merged(model: Any, shape: nn.Module, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Merge adapters into the full weights of a block of `model`, a PeftModel.
+    """Return the weights of a block of `model`, a PeftModel, with its adapters merged into them.
 
-    Returns weights by their names in the base model. `weights` are by names in the PeftModel;
-    `shape` is that model on the meta device. Raises ValueError for an adapter on a tied weight.
+    `weights` are the full weights of the block, with their names in the PeftModel; the result has
+    the names of the base model. `shape` is the PeftModel on the meta device. Raises ValueError for
+    an adapter on a tied weight.
     """
     from peft.tuners.tuners_utils import BaseTunerLayer
     from peft.utils import ModulesToSaveWrapper
@@ -39,14 +40,15 @@ def merged(model: Any, shape: nn.Module, weights: Mapping[str, Tensor]) -> dict[
 def _layer_merged(
     name: str, layer: Any, shape: nn.Module, own: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
-    """Return the weights of an adapted layer after the merge, by their names in the base model.
+    """Return the weights of a layer with adapters after the merge, by names in the base model.
 
-    `own` are its full weights, of base layer and adapters; `shape` is the layer on the meta device.
+    `own` are the full weights of the base layer and the adapters; `shape` is the layer on the meta
+    device.
     """
     from peft.tuners.tuners_utils import BaseTunerLayer
 
-    # A copy of the layer whose parameters are the full weights: deepcopy takes an object from its
-    # memo, so each meta parameter becomes the weight of the same name.
+    # Make a copy of the layer whose parameters are the full weights: deepcopy takes an object that
+    # is in its memo from there, so each meta parameter becomes the weight of the same name.
     values: dict[int, Any] = {}
     for local, parameter in shape.named_parameters():
         if f"{name}.{local}" not in own:
@@ -68,10 +70,10 @@ def _taken(weights: dict[str, Tensor], name: str) -> dict[str, Tensor]:
 
 @contextmanager
 def turned_off(model: Any) -> Iterator[None]:
-    """Make the adapters of `model` add nothing in this context: they are scaled by 0.
+    """Scale the adapters of `model` by 0 in this context, so that they add nothing.
 
-    They are still called, so modules run and weights are gathered in the order of the trace.
-    Raises ValueError where a scale of 0 would not give the base model's output.
+    They are still called, so that modules run and weights are gathered in the order of the trace.
+    Raises ValueError if a scale of 0 would not give the base model's output.
     """
     from peft.tuners.lora import LoraLayer
     from peft.tuners.tuners_utils import BaseTunerLayer

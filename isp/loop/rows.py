@@ -1,6 +1,6 @@
 """`RowReader`: checks a caller's rows of tokens and turns them into a `MicroBatch`.
 
-B batch, S sequence
+B batch, S sequence.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ __all__ = ["RowReader", "check_tensors"]
 
 
 class RowReader:
-    """Reads rows [B, S] for a model, some ranks of which share a sequence."""
+    """Reads rows [B, S] for a model whose ranks may split a sequence."""
 
     def __init__(self, traced: TracedModel, parallel: ParallelConfig, device: torch.device) -> None:
         self.traced = traced
         self.device = device
         """Device of the micro-batches."""
         self.logits_of = traced.interface.logits_of(traced.model)
-        """The kind of the model's logits: vocabulary entries, or labels of tokens or rows."""
+        """The meaning of the model's logits: vocabulary entries, labels of tokens, or of rows."""
         self._parallel = parallel
         self._ranks = parallel.tensor.size
-        """Number of ranks that share a sequence; divides S."""
+        """Number of ranks that split a sequence; it divides S."""
 
     def read(
         self,
@@ -41,10 +41,10 @@ class RowReader:
     ) -> MicroBatch:
         """Return a micro-batch of whole rows, with labels shifted to the tokens that predict them.
 
-        A document begins where positions do not go up by 1. `skip_first` ignores the labels of
-        first tokens of documents, as is done without `labels`, too. `alone` [B, S] marks tokens
-        that are documents of their own, whatever their positions. Raises TypeError for arguments
-        that are not integer tensors, and ValueError for shapes, ids and labels that do not fit.
+        A document begins where positions do not increase by 1. `skip_first` ignores the label of
+        each document's first token; so does `labels` None. `alone` [B, S] marks tokens that are
+        each a separate document, whatever their positions. Raises TypeError for arguments that are
+        not integer tensors, and ValueError for shapes, ids and labels that do not fit.
         """
         check_tensors(input_ids=input_ids, labels=labels, position_ids=position_ids)
         if input_ids.dim() != 2:
@@ -75,18 +75,18 @@ class RowReader:
         self._check_values(input_ids, labels)
         targets = torch.full_like(labels, IGNORED)
         targets[:, :-1] = labels[:, 1:]
-        # A common mistake: an attention_mask passed as the third argument. Positions of documents
-        # never repeat a 1.
+        # A common mistake is an attention_mask as the third argument. Two consecutive positions of
+        # 1 are in masks, but never in documents.
         again = (position_ids[:, 1:] == 1) & (position_ids[:, :-1] == 1)
         is_mask = (position_ids <= 1).all() & again.any()
-        # One copy to the host for both, as each copy from a device is a wait.
+        # Both in one copy to the host, because the host waits for each copy from a device.
         begin_flags, mask_flag = (
             torch.cat((begins.flatten(), is_mask[None])).cpu().split([begins.numel(), 1])
         )
         if mask_flag:
             raise ValueError(
-                "position_ids are 1 again and again, as an attention_mask is: pass that by its"
-                " name, to run.log_probs, run.logits or run.hidden"
+                "position_ids are 1 again and again, as an attention_mask is: pass a mask by name,"
+                " attention_mask=.., to run.log_probs, run.logits or run.hidden"
             )
         cu_seqlens = document_bounds(begin_flags)
         return MicroBatch(input_ids, targets, position_ids, cu_seqlens).to(self.device)
@@ -100,8 +100,8 @@ class RowReader:
     ) -> MicroBatch:
         """Read rows of any length as `read` does with `skip_first`, padded for the ranks.
 
-        Tokens that `attention_mask` [B, S] masks are documents of their own without labels.
-        Raises as `read` does, and ValueError for a mask that masks tokens inside a document.
+        Each token that `attention_mask` [B, S] masks is a separate document without a label.
+        Raises what `read` raises, and ValueError for a mask that masks tokens inside a document.
         """
         others = {"labels": labels, "position_ids": position_ids, "attention_mask": attention_mask}
         check_tensors(input_ids=input_ids, **others)
@@ -116,12 +116,12 @@ class RowReader:
         if position_ids is None:
             position_ids = seen.long().cumsum(-1) - 1
         position_ids = position_ids.to(input_ids.device).masked_fill(~seen, 0)
-        # Tokens that follow a gap in the mask: allowed only if a document begins there.
+        # First tokens after a masked gap inside a row: allowed only if a document begins there.
         again = seen[:, 1:] & ~seen[:, :-1] & (seen.cumsum(-1)[:, :-1] > 0)
         if (again & (position_ids[:, 1:] != 0)).any():
             raise ValueError(
-                "attention_mask leaves out tokens inside a document: mask padding alone, at either"
-                " side of a sequence or, with position_ids, between documents"
+                "attention_mask masks tokens inside a document: mask only padding, at either end"
+                " of a sequence or, with position_ids, between documents"
             )
         labels = (input_ids if labels is None else labels).masked_fill(~seen, IGNORED)
         more = (0, -length % self._ranks)
@@ -136,7 +136,7 @@ class RowReader:
     def _check_values(self, input_ids: Tensor, labels: Tensor) -> None:
         """Raise ValueError for an id without an embedding, and for a label that is no token."""
         vocab_rows, vocab_size = self.traced.vocab_rows, self.traced.vocab_size
-        # Both results in one copy: ids on a device then cost one wait of the host.
+        # Both results in one copy, so that the host waits only once for ids on a device.
         wrong = (input_ids < 0) | (input_ids >= vocab_rows)
         foreign = (labels != IGNORED) & ((labels < 0) | (labels >= vocab_size))
         if wrong.device == foreign.device:
@@ -173,10 +173,10 @@ def _check_integers(**given: Tensor | None) -> None:
 
 
 def _check_shapes(input_ids: Tensor, **given: Tensor | None) -> None:
-    """Raise ValueError for an argument whose shape is not that of the tokens."""
+    """Raise ValueError for an argument whose shape is not that of `input_ids`."""
     for name, tensor in given.items():
         if tensor is not None and tensor.shape != input_ids.shape:
             raise ValueError(
-                f"{name} must be of the shape of input_ids, {list(input_ids.shape)}, got"
+                f"{name} must have the shape of input_ids, {list(input_ids.shape)}, got"
                 f" {list(tensor.shape)}"
             )

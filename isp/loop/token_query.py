@@ -1,10 +1,10 @@
 """Per-token queries over one micro-batch, a class for each kind.
 
-A query checks the caller's arguments, says which numbers are computed for each token and how, and
-turns them into the caller's form.
+A query checks the caller's arguments, computes K numbers for each token, and turns these into what
+the caller gets.
 
 B batch, S sequence, N tokens of a row whose results this rank computes, V vocabulary, D hidden
-size, K numbers of each token
+size, K numbers of each token.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ __all__ = [
 
 
 class TokenScores(NamedTuple):
-    """Figures of the distribution of each label, [B, S] each; 0 at positions without a label."""
+    """Scores of each label, [B, S] each; 0 at positions without a label."""
 
     log_probs: Tensor
     """Log-probability of the label given the tokens before it, in nats."""
     logsumexp: Tensor
-    """Logarithm of the sum of exponentials of the logits, divided by the temperature."""
+    """Log-sum-exp of the label's logits, after these are divided by the temperature."""
     entropy: Tensor | None = None
-    """Entropy of the distribution, in nats; None unless requested."""
+    """Entropy of the label's distribution, in nats; None unless requested."""
 
 
 class TopTokens(NamedTuple):
@@ -63,38 +63,42 @@ class TokenQuery(ABC):
     """A per-token query over one micro-batch, with whole rows in the caller's order."""
 
     ahead = 0
-    """Positions from the token whose logits give a result to the token that the caller gets it for:
-    1 for log-probabilities, which logits of the token before predict."""
+    """Offset from a token to the position at which the caller gets the result of its logits: 1 for
+    log-probabilities, because a token's logits predict the next token."""
 
     def __init__(
-        self, batch: MicroBatch, *, length: int, width: int, beside: Tensor, num_labels: Tensor
+        self, batch: MicroBatch, *, length: int, width: int, inputs: Tensor, num_labels: Tensor
     ) -> None:
         self.batch = batch
-        """The rows, [B, S], padded for the ranks."""
+        """The rows [B, S], padded so that the ranks divide S."""
         self.length = length
-        """Tokens of the caller's rows, without that padding."""
+        """Number of tokens in the caller's rows, without the padding for the ranks."""
         self.width = width
         """K, the number of results of each token."""
-        self.beside = beside
-        """Further input of `compute` for each token, such as its label; [B, S, ..]."""
+        self.inputs = inputs
+        """Numbers [B, S, ..] that `compute` needs for each token, such as its label."""
         self.num_labels = num_labels.sum().double()
         """Number of tokens that count as labels in a step's outcome; [], float64."""
 
     _rules: ResultRules
-    """The rules of results that are made of logits."""
+    """The rules by which results are computed from logits."""
 
-    def compute(self, chunk: StageModule, output: Tensor, beside: Tensor) -> Tensor:
-        """Return the results [B, N, K] from the last chunk's output; `beside` is for its tokens."""
-        return chunk.results(output, beside, self._rules)
+    def compute(self, chunk: StageModule, output: Tensor, inputs: Tensor) -> Tensor:
+        """Return the results [B, N, K] of this rank's tokens, from the last chunk's output.
+
+        `inputs` [B, N, ..] are `self.inputs` for these tokens.
+        """
+        return chunk.results(output, inputs, self._rules)
 
     @abstractmethod
     def answer(self, found: Tensor) -> Any:
-        """Return what the caller gets, from the results of whole rows [B, S, K]."""
+        """Return what the caller gets, given the results of whole rows [B, S, K]."""
 
     def places(self) -> Tensor:
-        """Return the index, in the caller's flattened rows, of each token's result; [B, S].
+        """Return, for each token, the index of its result in the caller's flattened rows; [B, S].
 
-        The last `ahead` tokens of a row have no later position: B S marks their results unused.
+        The last `ahead` tokens of a row have no such position: the index B S marks their results
+        as unused.
         """
         tokens, total = self.batch.tokens, self.batch.tokens.numel()
         places = torch.arange(total, device=tokens.device).view(tokens.shape) + self.ahead
@@ -103,7 +107,7 @@ class TokenQuery(ABC):
 
 
 class ScoreQuery(TokenQuery):
-    """The query of `ParallelRun.log_probs`."""
+    """The query of `ParallelRun.log_probs`: log-probability, log-sum-exp, entropy of each label."""
 
     ahead = 1
 
@@ -125,7 +129,7 @@ class ScoreQuery(TokenQuery):
             batch,
             length=input_ids.shape[1],
             width=2 + entropy,
-            beside=batch.labels,
+            inputs=batch.labels,
             num_labels=batch.labels != IGNORED,
         )
         self._rules = TokenScoreRules(temperature, entropy)
@@ -135,7 +139,7 @@ class ScoreQuery(TokenQuery):
 
 
 class LogitQuery(TokenQuery):
-    """The query of `ParallelRun.logits`: all logits of a token, picked ones, or the largest."""
+    """The query of `ParallelRun.logits`: all logits of a token, some of them, or the largest."""
 
     def __init__(
         self,
@@ -151,18 +155,18 @@ class LogitQuery(TokenQuery):
         _check_temperature(temperature)
         batch, num_labels = _without_labels(reader, input_ids, position_ids, attention_mask)
         _check_choice(reader, input_ids, pick, top_k)
-        length, beside = input_ids.shape[1], batch.tokens
+        length, inputs = input_ids.shape[1], batch.tokens
         if pick is not None:
             width, self._rules = pick.shape[2], PickedLogits()
-            # Rows may be padded for the ranks. The padding picks token 0; `answer` cuts it off.
+            # Rows may be padded for the ranks. Padding picks token 0, and `answer` cuts it off.
             padded = pick.new_zeros(*batch.tokens.shape, width)
             padded[:, :length] = pick
-            beside = padded.to(reader.device)
-        elif top_k is not None:  # the logits, then their tokens as numbers of the same dtype
+            inputs = padded.to(reader.device)
+        elif top_k is not None:  # K: the logits, then their tokens as numbers of the same dtype
             width, self._rules = 2 * top_k, TopLogits(top_k)
         else:
             width, self._rules = reader.traced.vocab_size, AllLogits()
-        super().__init__(batch, length=length, width=width, beside=beside, num_labels=num_labels)
+        super().__init__(batch, length=length, width=width, inputs=inputs, num_labels=num_labels)
         self._top_k, self._temperature = top_k, temperature
         self._last: Tensor | None = None
         """Position in each row whose logits the caller gets, [B]; None: all positions."""
@@ -192,17 +196,17 @@ class HiddenQuery(TokenQuery):
         head, model = reader.traced.trace.head, reader.traced.model
         if head is None:
             raise ValueError(
-                f"run.hidden is what the last linear is given, and the logits of"
-                f" {type(model).__name__} are made of more: use run.logits"
+                f"run.hidden returns the input of the last linear, but the logits of"
+                f" {type(model).__name__} are not the output of one linear: use run.logits"
             )
         width: Any = model.get_submodule(head).in_features
         batch, num_labels = _without_labels(reader, input_ids, position_ids, attention_mask)
         length = input_ids.shape[1]
         super().__init__(
-            batch, length=length, width=width, beside=batch.tokens, num_labels=num_labels
+            batch, length=length, width=width, inputs=batch.tokens, num_labels=num_labels
         )
 
-    def compute(self, chunk: StageModule, output: Tensor, beside: Tensor) -> Tensor:
+    def compute(self, chunk: StageModule, output: Tensor, inputs: Tensor) -> Tensor:
         return output.to(torch.promote_types(output.dtype, torch.float32))
 
     def answer(self, found: Tensor) -> Tensor:
@@ -215,9 +219,9 @@ def _without_labels(
     position_ids: Tensor | None,
     attention_mask: Tensor | None,
 ) -> tuple[MicroBatch, Tensor]:
-    """Read rows for results that need no labels; return them and a mask of those that count.
+    """Return rows for results that need no labels, and a mask of the tokens that count as labels.
 
-    Every token that `attention_mask` does not mask counts as a label.
+    These are the tokens that `attention_mask` does not mask.
     """
     check_tensors(input_ids=input_ids)
     nothing = torch.full_like(input_ids, IGNORED, dtype=torch.long)
@@ -227,25 +231,28 @@ def _without_labels(
 
 
 def _last_seen(reader: RowReader, input_ids: Tensor, attention_mask: Tensor | None) -> Tensor:
-    """Return the position in each row whose logits a sequence classifier returns, [B].
+    """Return, for each row, the position whose logits a sequence classifier returns; [B].
 
-    As in transformers: the last token that is not `pad_token_id`; without one, the last token that
-    `attention_mask` does not mask.
+    As in transformers, it is the last token that is not the configuration's `pad_token_id`; if that
+    is not set, the last token that `attention_mask` does not mask.
     """
     padding = reader.traced.interface.config(reader.traced.model).get("pad_token_id")
     seen = torch.ones_like(input_ids) if attention_mask is None else attention_mask
     if padding is not None:
         seen = input_ids != padding
-    # The largest position among the tokens seen; 0 if there is none.
+    # The largest position of a seen token; 0 if there is none.
     return (torch.arange(input_ids.shape[1], device=seen.device) * seen).argmax(1)
 
 
 def check_predicts(reader: RowReader, name: str) -> None:
-    """Raise ValueError, naming the method `name`, if the model's logits are not of tokens."""
+    """Raise ValueError if the model's logits are not for vocabulary entries.
+
+    `name`: the method of `ParallelRun` that needs them.
+    """
     if reader.logits_of is not LogitsOf.VOCABULARY:
         raise ValueError(
-            f"run.{name} is of tokens, and {type(reader.traced.model).__name__} gives logits of"
-            f" labels: make a loss of run.logits and call run.backward(loss)"
+            f"run.{name} needs logits of tokens, and {type(reader.traced.model).__name__} gives"
+            f" logits of labels: make a loss of run.logits and call run.backward(loss)"
         )
 
 
@@ -264,8 +271,8 @@ def _check_choice(
         raise ValueError("pass pick or top_k, not both")
     if reader.logits_of is LogitsOf.ROW_LABELS and (pick is not None or top_k is not None):
         raise ValueError(
-            f"pick and top_k select tokens, but this model gives {size} logits a sequence, and all"
-            f" are returned"
+            f"pick and top_k select tokens, but this model has {size} logits a sequence, which are"
+            f" all returned: leave out pick and top_k"
         )
     if top_k is not None and not 1 <= top_k <= size:
         raise ValueError(f"top_k={top_k} must be from 1 to {size}, the logits of a token")
@@ -277,4 +284,4 @@ def _check_choice(
         raise ValueError(f"pick must be {expected}, got {list(pick.shape)}")
     foreign = pick[(pick < 0) | (pick >= size)]
     if foreign.numel():
-        raise ValueError(f"pick has {foreign[0].item()}: give tokens from 0 to {size - 1}")
+        raise ValueError(f"pick has {foreign[0].item()}: pass tokens from 0 to {size - 1}")

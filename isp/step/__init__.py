@@ -1,1 +1,1 @@
-"""One training step, its objectives, and what a loop needs around it."""
+"""One training step with its objectives, and the preparation and checks that loops share."""

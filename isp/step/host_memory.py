@@ -1,5 +1,8 @@
-"""Checks before a run that its machine has the memory it needs at least: on the host for block
-inputs, optimizer states and background saves, and on host or device for the model."""
+"""Checks, before a run, that this machine has enough memory for what can be counted in advance.
+
+On the host: block inputs, optimizer states, copies for background saves. On the device (or on the
+host, for CPU ranks): weights, gradients, optimizer states.
+"""
 
 from __future__ import annotations
 
@@ -29,13 +32,14 @@ GIB = 2**30
 
 
 def input_bytes_on_host(config: JobConfig, topology: Topology, stage: int) -> int:
-    """Return the most bytes of block inputs that a rank of pipeline rank `stage` has on the host.
+    """Return the peak bytes of block inputs in host memory, of a rank on pipeline rank `stage`.
 
-    0 without `model.checkpoint_offload`. The inputs are those of recomputed blocks.
+    These are the inputs of recomputed blocks; 0 without `model.checkpoint_offload`.
     """
     model, data, mode = config.model, config.data, topology.mode
     if not model.checkpoint_offload:
         return 0
+    # A rank has its own tokens, or 1/p of the elements: in both cases 1/p of an input.
     shared = mode.splits_sequence or model.checkpoint_distribute_activations
     elements = (1 if data.pack else data.micro_bsz) * config.row_tokens * model.hidden_size
     item: int = getattr(torch, config.training.dtype).itemsize
@@ -45,8 +49,8 @@ def input_bytes_on_host(config: JobConfig, topology: Topology, stage: int) -> in
         sum(block.recomputed and block.input_kept for block in chunk.weight_blocks())
         for chunk in _chunks(config, stage)
     ]
-    # A forward adds the inputs of its chunk's recomputed blocks, its backward frees them. Split
-    # weight gradients (W) need none.
+    # A forward adds the inputs of its chunk's recomputed blocks, and its backward frees them. The
+    # second half of a split backward (W) needs none.
     live = most = 0
     for kind, _, chunk in order.actions(stage, data.num_micro_batches):
         here = counts[chunk]
@@ -56,18 +60,18 @@ def input_bytes_on_host(config: JobConfig, topology: Topology, stage: int) -> in
 
 
 def check_host_memory(config: JobConfig, topology: Topology, ranks: int, first: int = 0) -> None:
-    """Raise ValueError if this machine lacks host memory for what its ranks keep there.
+    """Raise ValueError if this machine has too little memory for its ranks.
 
-    Also if it, or one of its devices, lacks memory for weights, gradients and optimizer states.
-    This machine has `ranks` ranks, the first with number `first`. A size of memory that cannot be
-    read is not checked.
+    Checks host memory for what ranks keep there, and the memory of the machine or of its devices
+    for weights, gradients and optimizer states. This machine has `ranks` ranks, the first with
+    number `first`. If a size of memory cannot be read, it is not checked.
     """
     _check_model(config, topology, ranks, first)
     _check(_needs(config, topology, ranks, first), ranks)
 
 
 def _check_model(config: JobConfig, topology: Topology, ranks: int, first: int) -> None:
-    """Raise ValueError if the model does not fit even without any activations."""
+    """Raise ValueError if weights, gradients and optimizer states alone do not fit in memory."""
     on_cpu = config.training.device == "cpu" or not torch.cuda.is_available()
     needs = [
         (count, _model_bytes(config, topology, stage, on_cpu=on_cpu))
@@ -77,7 +81,7 @@ def _check_model(config: JobConfig, topology: Topology, ranks: int, first: int) 
         room, needed = total_bytes(), sum(count * size for count, size in needs)
         who, owner = f"{ranks} ranks" if ranks > 1 else "a rank", "this machine"
     else:
-        # Each rank has a device of its own, so the largest need is compared, not the sum.
+        # Each rank has its own device, so the largest need is compared, not the sum.
         devices = range(torch.cuda.device_count())
         room = max(torch.cuda.get_device_properties(i).total_memory for i in devices)
         needed = max(size for _, size in needs)
@@ -96,7 +100,7 @@ def _check_model(config: JobConfig, topology: Topology, ranks: int, first: int) 
 def _model_bytes(config: JobConfig, topology: Topology, stage: int, *, on_cpu: bool) -> int:
     """Return the bytes of a rank's weights, gradients and optimizer states on its compute device.
 
-    States that are offloaded count only if the ranks compute on the CPU.
+    Offloaded states are included only if the ranks compute on the CPU.
     """
     dtype: torch.dtype = getattr(torch, config.training.dtype)
     elements = _elements(config, topology, stage, trained=True)
@@ -110,23 +114,23 @@ def _model_bytes(config: JobConfig, topology: Topology, stage: int, *, on_cpu: b
 def check_memory_of_states(
     config: LoopConfig, topology: Topology, ranks: int, num_trained: int
 ) -> None:
-    """Raise ValueError if this machine lacks host memory for its ranks' optimizer states.
+    """Raise ValueError if this machine has too little host memory for its ranks' optimizer states.
 
-    For a model that the configuration does not describe, with `num_trained` trained elements.
-    Nothing is checked if the states are on the devices.
+    For a user's model, which the configuration does not describe, with `num_trained` trained
+    elements. Nothing is checked if the states are on the devices.
     """
     if config.optimizer.offload_states:
-        # Stages are not known here: on average each has its part.
+        # The split into stages is not known here: take an average stage.
         own = num_trained // (topology.weight * topology.pipeline)
         _check({_STATES: ranks * _state_bytes(config, topology, own)}, ranks)
 
 
 def _check(needs: dict[str, int], ranks: int) -> None:
-    """Raise ValueError if the machine is too small for `needs`; warn if less is free now."""
+    """Raise ValueError if the host memory is too small for `needs`; warn if too little is free."""
     needs = {name: size for name, size in needs.items() if size}
     sizes = " and ".join(f"{size / GIB:.1f} GiB of {name}" for name, size in needs.items())
     ways = ", ".join(way for name in needs for way in _WAYS[name])
-    # Memory in use by others may be freed later, so too little free memory is only a warning.
+    # Other processes may free memory later, so too little free memory is only a warning.
     told = f"{ranks} ranks keep {sizes} in this machine's memory, of which"
     way_out = f"use {ways}, or fewer ranks on a machine"
     needed, most, free = sum(needs.values()), attainable_bytes(), available_bytes()
@@ -161,20 +165,20 @@ def _needs(config: JobConfig, topology: Topology, ranks: int, first: int) -> dic
         needs[_INPUTS] += count * input_bytes_on_host(config, topology, stage)
         needs[_STATES] += count * states if config.optimizer.offload_states else 0
         copies += count * (states + own * dtype.itemsize)
-    # Copies are counted on top of other needs, and are no reason to check on their own.
+    # Copies are counted in addition to other needs; if they are the only need, nothing is checked.
     if any(needs.values()) and checkpoint.copies_state:
         needs[_COPIES] = copies
     return needs
 
 
 def _stages_here(topology: Topology, ranks: int, first: int) -> Counter[int]:
-    """Return the number of ranks on this machine, for each pipeline rank."""
+    """Return, for each pipeline rank, the number of its ranks on this machine."""
     here = (min(r, topology.world_size - 1) for r in range(first, first + ranks))
     return Counter(rank // topology.stage for rank in here)
 
 
 def _elements(config: JobConfig, topology: Topology, stage: int, trained: bool = False) -> int:
-    """Return the weight elements, all or `trained` only, of a rank of pipeline rank `stage`."""
+    """Return the number of weight elements, or of `trained` ones, on a rank of pipeline `stage`."""
     chunks = _chunks(config, stage)
     # By name, so that a weight that several chunks share counts once.
     shapes = {
@@ -194,10 +198,10 @@ def _chunks(config: JobConfig, stage: int) -> tuple[StageModule, ...]:
 
 
 def _state_bytes(config: LoopConfig, topology: Topology, elements: int) -> int:
-    """Return the least bytes of optimizer states of a rank with `elements` weight elements.
+    """Return a lower bound of the bytes of optimizer states for `elements` weight elements.
 
-    Parameter groups may have different update rules: all elements count as under the rule that
-    keeps least.
+    Parameter groups may have different update rules: for all elements, the rule with the fewest
+    bytes is assumed.
     """
     dtype: torch.dtype = getattr(torch, config.training.dtype)
     rules = (update_rule(config.optimizer, name) for name in config.optimizer.rules)

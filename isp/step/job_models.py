@@ -1,4 +1,4 @@
-"""The models that a run trains and compares with, from its configuration."""
+"""The model that a run trains, and the one it compares with, made from its configuration."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ __all__ = ["check_models", "second_model", "trained_model"]
 
 
 def trained_model(config: JobConfig) -> TracedModel:
-    """Return the model that `config.model` describes; one of `model.hf` is read and traced once.
+    """Return the model that `config.model` describes; a model of `model.hf` is traced only once.
 
-    Raises ValueError if it cannot be made, or its logits do not fit the objective.
+    Raises ValueError if the model cannot be made, or if its logits do not fit the objective.
     """
     objective = config.training.objective
     model = language_model(config.model, config.training.dtype)
@@ -24,9 +24,9 @@ def trained_model(config: JobConfig) -> TracedModel:
     if (objective == "reward") != rewards or (rewards and model.vocab_size != 1):
         given = f"{model.vocab_size} labels of a sequence" if rewards else "a token's vocabulary"
         raise ValueError(
-            f"training.objective={objective}: the logits of {type(model.model).__name__} are of"
-            f" {given}: reward takes the folder of a ...ForSequenceClassification with"
-            f" num_labels=1, and nothing else does"
+            f"training.objective={objective}: the logits of {type(model.model).__name__} are for"
+            f" {given}: use objective reward with the folder of a ...ForSequenceClassification with"
+            f" num_labels=1, and other objectives with other models"
         )
     return model if objective == "sft" else model.with_options(gives_scores=True)
 
@@ -34,7 +34,8 @@ def trained_model(config: JobConfig) -> TracedModel:
 def second_model(config: JobConfig) -> TracedModel | None:
     """Return the frozen model of the objective, reference or teacher; None for other objectives.
 
-    Raises ValueError for a teacher with another vocabulary, or that cannot be split as the model.
+    Raises ValueError for a teacher that has another vocabulary than the model, or that cannot be
+    split over ranks as configured.
     """
     training = config.training
     if training.objective in ("sft", "reward"):
@@ -47,7 +48,7 @@ def second_model(config: JobConfig) -> TracedModel | None:
     if teacher.vocab_size != model.vocab_size:
         raise ValueError(
             f"training.distill.teacher={training.distill.teacher} has {teacher.vocab_size}"
-            f" logits a token, and the model {model.vocab_size}: distill between models of one"
+            f" logits a token, and the model {model.vocab_size}: use a teacher with the model's"
             f" tokenizer"
         )
     if training.distill.top_k > teacher.vocab_size:

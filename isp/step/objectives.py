@@ -1,6 +1,6 @@
 """Objectives of a step other than the cross-entropy of tokens: pairs of answers, distillation.
 
-B batch, n tokens whose losses a rank computes, d documents of a micro-batch
+B batch, n tokens whose losses this rank computes, d documents of a micro-batch.
 """
 
 from __future__ import annotations
@@ -26,11 +26,12 @@ __all__ = ["DistillLoss", "PreferenceLoss", "RewardLoss"]
 class _SecondModel(TokenLoss):
     """The results of a frozen second model, such as a teacher, for each micro-batch of a step.
 
-    It is the objective of that model's `TrainStep`, whose forward passes call its `loss`.
+    It is the objective of the second model's `TrainStep`, so that each forward of that step calls
+    `loss` here, which keeps the result.
     """
 
     def __init__(self, step: TrainStep, find: Callable[[StepWork, int, Tensor], Tensor]) -> None:
-        """Compute results by `find(work, micro_batch, output)`; `output` is the last chunk's."""
+        """Compute results by `find(work, micro_batch, output)`, from the last chunk's output."""
         self._step, self._find = step, find
         self.of_batch: dict[int, Tensor] = {}
         """Results by number of micro-batch; filled on the last pipeline stage only."""
@@ -48,19 +49,20 @@ class _SecondModel(TokenLoss):
 
 
 class _PairLoss(TokenLoss):
-    """The mean loss over pairs of documents: the preferred answer to a prompt, then another one.
+    """The mean loss over pairs of documents: the preferred answer to a prompt, then another answer.
 
     All ranks of a sequence compute the same loss, each with the gradient of its own tokens.
     """
 
     def gains(self, work: StepWork, micro_batch: int, output: Tensor) -> Tensor:
-        """Return the number that is compared between the documents of a pair, [d]."""
+        """Return, for each document, the number to compare in a pair, such as a reward; [d]."""
         raise NotImplementedError
 
     def losses(self, margins: Tensor) -> Tensor:
-        """Return the loss of each pair from the gain of its preferred answer over the other, [d].
+        """Return the loss of each pair, [d].
 
-        Losses of entries of `margins` [d] after the last pair are not used.
+        `margins` [d]: for each pair, the gain of its preferred answer minus that of the other
+        answer. Entries after the last pair, and their losses, are not used.
         """
         raise NotImplementedError
 
@@ -74,8 +76,8 @@ class _PairLoss(TokenLoss):
         losses = self.losses(documents.margins(self.gains(work, micro_batch, output)))
         is_pair = torch.arange(len(losses), device=losses.device) < documents.num_pairs()
         loss = (losses * is_pair).sum().double()
-        # The ranks of a sequence all have the value, which is summed over them: each reports 1/p of
-        # it. The gradient stays whole, as each rank's is of its own tokens.
+        # All p ranks of a sequence have the same value, and values are summed over ranks: each
+        # reports 1/p of it. The gradient stays whole, as a rank's is that of its own tokens.
         return loss + (1 / work.num_loss_parts - 1) * loss.detach()
 
 
@@ -93,12 +95,12 @@ class PreferenceLoss(_PairLoss):
         self._reference.see(batches)
 
     def gains(self, work: StepWork, micro_batch: int, output: Tensor) -> Tensor:
-        """Return how much more log-probability the model gives than the reference does, [d]."""
+        """Return the model's log-probability of each document minus the reference's, [d]."""
         before = self._reference.of_batch[micro_batch]
         return self._log_probs(work, micro_batch, output) - before
 
     def losses(self, margins: Tensor) -> Tensor:
-        """Return the losses of `loss_type`: IPO's square, else DPO's with label smoothing; [d]."""
+        """Return the losses [d]: for `loss_type="ipo"` IPO's square, else DPO's with smoothing."""
         beta, smoothing = self._config.beta, self._config.label_smoothing
         if self._config.loss_type == "ipo":
             return (margins - 1 / (2 * beta)) ** 2
@@ -108,7 +110,7 @@ class PreferenceLoss(_PairLoss):
     def _log_probs(self, work: StepWork, micro_batch: int, output: Tensor) -> Tensor:
         """Return the log-probability of each document's labels, [d].
 
-        Summed over labels for `loss_type="sigmoid"`, their mean for the others.
+        It is summed over the labels for `loss_type="sigmoid"`, and averaged for other types.
         """
         labels = work.labels(micro_batch)
         scores = work.chunks[-1].results(output, labels, TokenScoreRules())[..., 0]
@@ -127,7 +129,8 @@ class RewardLoss(_PairLoss):
     def gains(self, work: StepWork, micro_batch: int, output: Tensor) -> Tensor:
         """Return the reward of each document, [d]."""
         numbers = work.documents(micro_batch).numbers
-        last = numbers.diff(append=numbers[:, -1:] + 1) > 0  # [B, S], the next token is another's
+        # [B, S]: True at the last token of a document, where the next token is of another one.
+        last = numbers.diff(append=numbers[:, -1:] + 1) > 0
         rewards = work.chunks[-1].results(output, work.labels(micro_batch), AllLogits())[..., 0]
         return _summed(work, micro_batch, rewards * work.as_labels(micro_batch, last))
 
@@ -171,8 +174,8 @@ class DistillLoss(TokenLoss):
     def loss(self, work: StepWork, micro_batch: int, output: Tensor, expected: Tensor) -> Tensor:
         """Return the sum of the divergences of this rank's tokens with a label; [], float64."""
         divergence = DivergenceRules(self._config.temperature)
-        beside = self._teacher.of_batch[micro_batch]
-        found = work.chunks[-1].results(output, beside, divergence)[..., 0]
+        inputs = self._teacher.of_batch[micro_batch]
+        found = work.chunks[-1].results(output, inputs, divergence)[..., 0]
         return (found * (work.labels(micro_batch) != IGNORED)).sum().double()
 
     def _top(self, work: StepWork, micro_batch: int, output: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""`PhaseClock` measures how long a rank spends in each phase of training."""
+"""`PhaseClock`, which measures the time that a rank spends in each phase of training."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PhaseTimes = dict[Phase, float]
 """Seconds spent in each phase."""
 
 _STEP = (Phase.FORWARD_BACKWARD, Phase.REDUCE, Phase.OPTIMIZER)
-"""Phases that mostly launch work on the device [Note: Time on CUDA]."""
+"""The phases whose host code mostly launches work on the device, where their time is measured."""
 
 
 def is_of_step(phase: Phase) -> bool:
@@ -44,22 +44,19 @@ class _Mark(NamedTuple):
 class PhaseClock:
     """A clock of this rank's phases; entering a phase ends the previous one.
 
-    After an exception the clock stays in the phase in which it was raised.
-
-    [Note: Time on CUDA] The phases of a step only launch work on the device, so they are measured
-    between events on the compute stream, waits included. The clock never waits for an event: a
-    phase that the device has not finished, such as the update at the end of a step, is counted in
-    the next call of `take`. Other phases are measured on the host.
+    After an exception the clock stays in the phase in which it was raised. On CUDA, the phases of
+    a step are measured by events on the compute stream. See [Note: Time on CUDA] in
+    docs/design/notes/step.md.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._seconds: PhaseTimes = dict.fromkeys(Phase, 0.0)
-        """Seconds of phases since the last `take`."""
+        """Seconds of each phase since the last `take`."""
         self._on_device: deque[tuple[Phase, streams.Event, streams.Event]] = deque()
-        """Phases of steps, oldest first, that are not counted yet, each with its begin and end."""
+        """Phases of steps that are not counted yet, oldest first, each with its start and end."""
         self._since = self._mark()
-        """The begin of the current phase."""
+        """The start of the current phase."""
         self.current = Phase.OTHER
         """The phase that was entered last."""
 
@@ -73,7 +70,10 @@ class PhaseClock:
             self._seconds[last] += now.host - since.host
 
     def take(self) -> PhaseTimes:
-        """Return the seconds of each phase since the last call; call it between steps."""
+        """Return the seconds of each phase since the last call; call this between steps.
+
+        On CUDA, phases that the device has not finished are left for the next call.
+        """
         self.enter(self.current)  # count the current phase up to now
         while self._on_device and self._on_device[0][2].query():
             phase, begin, end = self._on_device.popleft()

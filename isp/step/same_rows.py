@@ -1,12 +1,6 @@
-"""`SameRows`: a check that the ranks of a sequence were given the same rows.
+"""`SameRows`: a check that the ranks of a sequence were given the same rows, by checksums.
 
-N tokens of the rows
-
-[Note: Same rows] A sampler by the rank, instead of the data rank, gives each rank of a tensor group
-different rows: each takes its part of another sequence, and the loss looks plausible. So each rank
-sends a checksum of its rows, in its own entry of a vector that is summed over the ranks. Where
-labels are counted, the vector carries the count too. The host reads it where that costs no wait: on
-CPU at once, on CUDA when the step reads its loss, or in the next call; in the first call it waits.
+See [Note: Same rows] in docs/design/notes/step.md. N tokens of the rows.
 """
 
 from __future__ import annotations
@@ -27,7 +21,8 @@ __all__ = ["SameRows"]
 _TAG = Tag(tensor="rows")
 _LABELS, _POSITIONS, _MORE = 0x2545F4914F6CDD1D, 0x369DEA0F31A53F85, 0x106689D45497FDB5
 _SPREAD = 0x1E3779B97F4A7C15
-"""An odd factor, as are those above: a product with it modulo 2**64 loses no bits."""
+"""A factor of a hash. Like `_LABELS`, `_POSITIONS` and `_MORE` it is odd, so that a multiplication
+modulo 2**64 can be undone: products of different numbers are different."""
 
 
 class SameRows:
@@ -48,9 +43,10 @@ class SameRows:
         self._ranks = topology.pipeline * topology.tensor
         """The number of ranks of each sequence."""
         self._found: tuple[pinned_memory.HostCopy, list[list[int]], list[int]] | None = None
-        """Checksums not read yet, the ranks of each sequence, and the rank of each checksum."""
+        """Checksums that are not read yet, the ranks of each sequence, and the rank of each
+        checksum."""
         self._is_first = True
-        """True before the first comparison, for which the host waits."""
+        """True before the first comparison, in which the host waits for the checksums."""
 
     def count(self, batches: Sequence[MicroBatch], own: Tensor) -> Tensor:
         """Sum the number `own` [] over data ranks, and compare the rows of all sequences.
@@ -65,13 +61,14 @@ class SameRows:
         found[self._mesh.rank], found[-1] = _checksum(batches), own
         found = self._mesh[Axis.WORLD].all_reduce_(found, tag=_TAG).wait()
         self._note(found[:-1], self._sequences, list(range(size)))
-        return found[-1] // self._ranks  # each of a sequence has counted its labels
+        return found[-1] // self._ranks  # all ranks of a sequence have counted the same labels
 
     def compare(self, batches: Sequence[MicroBatch], more: Sequence[Tensor]) -> None:
-        """Compare the rows of this rank's sequence, and a further tensor for each micro-batch.
+        """Compare the rows of this rank's sequence over its ranks.
 
-        Does not wait for other sequences: their ranks may compute another number of batches. Raises
-        ValueError for the rows of this call or the previous one; see `check`.
+        `more`: a further tensor to compare for each micro-batch. No collective over other
+        sequences, whose ranks may compute another number of batches. Raises ValueError for the rows
+        of this call or the previous one; see `check`.
         """
         if self._ranks == 1:
             return
@@ -79,14 +76,14 @@ class SameRows:
         device = batches[0].tokens.device
         found = torch.zeros(self._ranks, dtype=torch.int64, device=device)
         found[ranks.index(self._mesh.rank)] = _checksum(batches, more)
-        # Tensor group, then pipeline: the sum reaches all ranks of the sequence, and only them.
+        # Over the tensor group, then the pipeline: these are all ranks of the sequence.
         for axis in (Axis.TENSOR, Axis.PIPELINE):
             found = self._mesh[axis].all_reduce_(found, tag=_TAG).wait()
         self._note(found, [ranks], ranks)
 
     def _note(self, checksums: Tensor, sequences: list[list[int]], ranks: list[int]) -> None:
         """Keep checksums for `check`, and check at once if the host need not wait for them."""
-        self.check()  # of the previous call: those checksums have arrived by now
+        self.check()  # those of the previous call, which have arrived by now
         self._found = pinned_memory.HostCopy(checksums), sequences, ranks
         if self._is_first or self._found[0].is_there:
             self._is_first = False
@@ -120,9 +117,9 @@ class SameRows:
 
 
 def _checksum(batches: Sequence[MicroBatch], more: Sequence[Tensor] = ()) -> Tensor:
-    """Return a checksum [], int64 on the rows' device; equal rows give equal ones on all ranks.
+    """Return a checksum [] of rows, int64 on their device, the same on all ranks with equal rows.
 
-    Wraps modulo 2**64. `more` has a further tensor for each micro-batch.
+    Arithmetic is modulo 2**64. `more`: a further tensor for each micro-batch.
     """
     total = torch.zeros((), dtype=torch.int64, device=batches[0].tokens.device)
     for number, batch in enumerate(batches):
@@ -133,15 +130,15 @@ def _checksum(batches: Sequence[MicroBatch], more: Sequence[Tensor] = ()) -> Ten
             found = found + _MORE * _weighted(more[number].long())
         bounds = batch.cu_seqlens  # on the host
         crc = 0 if bounds is None else zlib.crc32(bounds.numpy().tobytes())
-        # The shape, as the elements alone do not tell [2, 8] from [4, 4]; the odd factor, so that
-        # micro-batches in another order give another sum.
+        # With the shape, because the elements of [2, 8] and [4, 4] may be the same. With a factor
+        # by number, so that micro-batches in another order give another sum.
         total += (found + zlib.crc32(repr(tuple(rows.shape)).encode(), crc)) * (2 * number + 1)
     return total
 
 
 def _weighted(x: Tensor) -> Tensor:
-    """Return the sum modulo 2**64 of the elements of x, each times a hash of its place; []."""
-    # Without weights by place, the same tokens in another order would have the same sum.
+    """Return the sum [] modulo 2**64 of the elements of x, each times a hash of its index."""
+    # Without these factors, the same tokens in another order would have the same sum.
     places = torch.arange(1, x.numel() + 1, device=x.device) * _SPREAD  # [N]
     places ^= places >> 29
     places *= _LABELS

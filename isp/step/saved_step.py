@@ -1,4 +1,4 @@
-"""`SavedStep`: saves and loads the state of a training step, for our loop and a caller's."""
+"""`SavedStep`: saves and loads the state of a training step, for `isp train` and a user's loop."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ from isp.step.train_step import TrainStep
 __all__ = ["SavedStep"]
 
 _TORCH_OPTIMIZER = "torch optimizer"
-"""The key in a checkpoint of a torch optimizer's values that do not have their weight's shape."""
+"""The key, in a checkpoint, of the torch optimizer's values that do not have the shape of a weight,
+such as step counts."""
 
 
 class SavedStep:
@@ -61,12 +62,12 @@ class SavedStep:
     def load(
         self, checkpointer: Checkpointer, info: CheckpointInfo, *, weights_only: bool = False
     ) -> Resumed:
-        """Load a checkpoint, or its weights only; see `Checkpointer.load`.
+        """Load a checkpoint, or only its weights; see `Checkpointer.load`.
 
-        Also raises ValueError if another torch optimizer saved it.
+        Also raises ValueError if another torch optimizer saved the checkpoint.
         """
         updates = self._optimizer.torch_updates
-        # Before the tensors: the saved kinds of states decide which tensors there are to load into.
+        # Before the tensors are loaded, as this allocates the states to load into.
         if updates is not None and not weights_only:
             _take_up_values(updates, info)
         resumed = checkpointer.load(info, self.state, weights_only=weights_only)
@@ -77,7 +78,10 @@ class SavedStep:
         return resumed
 
     def _restore(self, resumed: Resumed) -> None:
-        """Restore skipped steps and random states; raises if a foreign checkpoint's do not fit."""
+        """Restore the counts of skipped steps and the random states.
+
+        Raises an exception if those of a checkpoint that other code wrote have another form.
+        """
         if "skips" in resumed.shared:
             self._optimizer.load_skip_state(resumed.shared["skips"])
         if resumed.local is not None:  # None: saved in another layout
@@ -93,7 +97,7 @@ class SavedStep:
         def collect() -> dict[str, Any]:
             found = updates.state_dict()
             to_json(found)  # raises for a value that a checkpoint cannot hold
-            # One rank of each stage is enough: the values are the same within it.
+            # The values are equal on all ranks of a stage: one of them is enough.
             return found if mesh[Axis.STAGE].rank == 0 else {"values": {}}
 
         answers = attempt(mesh.host, "collecting the optimizer's values", collect)
@@ -102,9 +106,9 @@ class SavedStep:
 
 
 def _take_up_values(updates: TorchUpdates, info: CheckpointInfo) -> None:
-    """Load the saved values into the optimizer, and allocate the states that a checkpoint has.
+    """Load a checkpoint's values into the torch optimizer, and allocate the checkpoint's states.
 
-    Raises ValueError if another optimizer saved it.
+    Raises ValueError if another optimizer saved the checkpoint.
     """
     saved = info.manifest.shared.get(_TORCH_OPTIMIZER, {})
     kinds = kinds_by_name(read_metadata(info.path, info.manifest.files))

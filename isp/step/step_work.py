@@ -1,7 +1,7 @@
-"""`StepWork`: the micro-batches of a step on this rank, and their way through its model chunks.
+"""`StepWork`: the micro-batches of a step on this rank, and how its model chunks compute them.
 
 B batch, S sequence, S' tokens of a sequence that a rank computes (S or S/p), D hidden size,
-n tokens whose losses a rank computes, d documents of a micro-batch
+n tokens whose losses this rank computes, d documents of a micro-batch.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ class Documents(NamedTuple):
     """The documents of a micro-batch, in the order of its tokens."""
 
     numbers: Tensor
-    """Number of each token's document, from 0; int64, [B, S]."""
+    """Index of each token's document in the micro-batch; int64, [B, S]."""
     num_labels: Tensor
-    """Number of labels in each document, [d]; 0 for padding."""
+    """Number of labels in each document, [d]; 0: padding."""
 
     @classmethod
     def of(cls, batch: MicroBatch) -> Documents:
-        """Return the documents of `batch`: its packed pieces, or else its rows."""
+        """Return the documents of `batch`: those of `cu_seqlens` if it is packed, else its rows."""
         rows, tokens = batch.labels.shape
         lengths = torch.tensor([tokens]).repeat(rows)  # [d], on the host
         if batch.cu_seqlens is not None:
@@ -49,66 +49,66 @@ class Documents(NamedTuple):
         return cls(numbers.view_as(batch.labels), num_labels)
 
     def num_pairs(self) -> Tensor:
-        """Return the number of pairs, []: a pair is two consecutive documents with labels."""
+        """Return the number of pairs [], each of two consecutive documents with labels."""
         return (self.num_labels > 0).sum() // 2
 
     def margins(self, gains: Tensor) -> Tensor:
-        """Return the gain of each pair's first document minus that of its second one, [d].
+        """Return the gain of each pair's first document minus that of its second document, [d].
 
-        `gains` [d] are per document. Entry i is for pair i; a document without a partner has its
-        gain after them, all further entries are 0.
+        `gains` [d] has a number for each document. Entry i of the result is for pair i. If the last
+        document has no partner, its gain follows after the pairs; all further entries are 0.
         """
         labelled = self.num_labels > 0
-        # Documents without labels, such as padding, are in no pair: count only the others. The
-        # clamp keeps the place of leading ones valid; their gain is multiplied by 0.
+        # Only documents with labels are in pairs, so only these are counted. The clamp makes an
+        # index of leading documents without labels valid; their gain is multiplied by 0.
         place = (labelled.cumsum(0) - 1).clamp(min=0)
         signed = gains * (1 - 2 * (place % 2)) * labelled
         return torch.zeros_like(gains).index_add(0, place // 2, signed)
 
 
 class StepParts(NamedTuple):
-    """The parts of a step on this rank that its micro-batches pass through."""
+    """Objects that the micro-batches of a step need on this rank: model, ranks, optimizer, hook."""
 
     built: BuiltModel
     mesh: Mesh
     optimizer: Zero1Optimizer
-    """Knows the loss scale."""
+    """The optimizer, which has the loss scale."""
     hook: ISPCommunicatorSchedulerHook
-    """Tells the communicator and the log of transfers where the step is."""
+    """Reports the progress of the step to the communicator and to the log of transfers."""
 
 
 class StepWork(ABC):
     """The micro-batches of a step on this rank, for a `Pipeline` or a loop without stages.
 
-    A subclass says what the loss of a micro-batch is.
+    A subclass defines the loss of a micro-batch.
     """
 
     def __init__(self, parts: StepParts, batches: Sequence[MicroBatch]) -> None:
         self.built, self.mesh, self.optimizer, self.hook = parts
         self.chunks = self.built.chunks
-        """The model chunks of this rank's stages; the last one of the last stage makes logits."""
+        """The model chunks of this rank; the last chunk of the last stage computes logits."""
         self.batches = batches
         """The micro-batches as read: whole sequences, in their original order."""
         self._batches = [arrange(b, self.built.sequence) for b in batches]
         self._parts = list(self._batches)
-        # In the other modes the embedding reads all tokens, and splits them itself if at all.
+        # In the other modes the embedding reads all tokens; in msp and fsp it splits its output.
         if self.mesh.topology.mode.slices_batch:
             self._parts = [slice_sequence(b, self.mesh[Axis.TENSOR]) for b in self._batches]
         self._documents: dict[int, Documents] = {}
         self.tokens = [part.tokens for part in self._parts]
-        """Tokens that this rank passes to the model, of each micro-batch, [B, S']."""
+        """For each micro-batch, the tokens [B, S'] that this rank passes to the model."""
 
     def between(self, micro_batch: int) -> Tensor:
-        """Return a new tensor of the shape that stages send each other, [B, S', D]."""
+        """Return a new tensor [B, S', D], to receive hidden states of another stage in."""
         rows, tokens = self.tokens[micro_batch].shape
         mode = self.mesh.topology.mode
         if mode.splits_sequence and not mode.slices_batch:
-            tokens //= self.mesh[Axis.TENSOR].size  # split between the linears
+            tokens //= self.mesh[Axis.TENSOR].size  # stages are cut where the sequence is split
         weight = self.built.parameters[0].parameter
         return weight.new_empty(rows, tokens, self.built.model.hidden_size)
 
     def forward(self, chunk: int, micro_batch: int, x: Tensor) -> Tensor:
-        """Run x through this rank's model chunk number `chunk`; x is tokens in the first one."""
+        """Return the output of this rank's model chunk number `chunk`; the first takes tokens x."""
         part, run = self._parts[micro_batch], self.chunks[chunk]
         if run.routers is not None:
             self._begin_routing(run.routers, micro_batch)
@@ -121,43 +121,44 @@ class StepWork(ABC):
 
     @abstractmethod
     def loss(self, micro_batch: int, output: Tensor) -> Tensor:
-        """Return the scalar to differentiate, from the last chunk's output, times the loss scale.
+        """Return the scalar to call backward of, from the last chunk's output; [], float64.
 
-        Only the last stage computes it. float64, [].
+        It is multiplied by the loss scale. Only the last stage calls this.
         """
 
     @property
     def num_loss_parts(self) -> int:
-        """The number of ranks that a sequence's losses are divided over, each by its own tokens."""
+        """Number of ranks that split a sequence's losses by tokens; 1: each rank has all losses."""
         return 1 if self.chunks[-1].splits_logits else self.mesh[Axis.TENSOR].size
 
     def _begin_routing(self, routers: RouterLosses, micro_batch: int) -> None:
-        """Tell `routers` which tokens of a micro-batch count; without gradients, none."""
+        """Begin the router losses of a micro-batch; without gradients, leave them out."""
         if not torch.is_grad_enabled():
             routers.leave_out()
             return
         mask, own = self._documents_that_count(micro_batch)
-        # A router loss is a mean over one micro-batch; the step's is the mean over all of them.
+        # A router loss is a mean over one micro-batch, and the step's is the mean of these.
         weight = 1 / (len(self.batches) * self.mesh[Axis.DATA].size)
         one = torch.ones((), dtype=torch.float64, device=mask.device)
         scale = self.optimizer.scale_loss(one)
         routers.begin(mask, own, weight=weight, scale=scale)
 
     def _documents_that_count(self, micro_batch: int) -> tuple[Tensor, Tensor]:
-        """Return masks of the tokens in documents with a label: of the sequence, and of this rank.
+        """Return two masks of the tokens in documents with a label, as padding has none.
 
-        [B, S], and [B, S/p] if the sequence is split. Padding has no label, so it does not count.
+        The first is of the sequence [B, S], the second of this rank's tokens, [B, S/p] if the
+        sequence is split.
         """
         documents = self.documents(micro_batch)
         mask = own = self.arranged(micro_batch, (documents.num_labels > 0)[documents.numbers])
-        # Where experts are called the sequence is split, also in msp and fsp, whose embedding
-        # reads all of it.
+        # Experts are called where the sequence is split; in msp and fsp, too, although their
+        # embedding reads the whole sequence.
         if self.mesh.topology.mode.splits_sequence:
             own = _own(mask, self.mesh[Axis.TENSOR])
         return mask, own
 
     def documents(self, micro_batch: int) -> Documents:
-        """Return the documents of a micro-batch in its original order, computed once."""
+        """Return the documents of a micro-batch, in its original order; from a cache."""
         if micro_batch not in self._documents:
             self._documents[micro_batch] = Documents.of(self.batches[micro_batch])
         return self._documents[micro_batch]
@@ -178,9 +179,9 @@ class StepWork(ABC):
         return _own(x, self.mesh[Axis.TENSOR])
 
     def arranged(self, micro_batch: int, x: Tensor) -> Tensor:
-        """Return x [B, S, ..], with a value for each token as read, in the order of `arrange`.
+        """Return x [B, S, ..], which has a value for each token as read, in the order of `arrange`.
 
-        Shape: see `SequenceRanks.arranged`.
+        For the shape of the result, see `SequenceRanks.arranged`.
         """
         bounds = self.batches[micro_batch].cu_seqlens
         (x,) = self.built.sequence.arranged([x], bounds)
@@ -190,8 +191,8 @@ class StepWork(ABC):
 def arrange(batch: MicroBatch, ranks: SequenceRanks) -> MicroBatch:
     """Return whole rows, reordered so that each rank's tokens are contiguous.
 
-    Packed rows are joined to one, if there are context ranks. `cu_seqlens` stays that of the rows
-    in their original order.
+    If there are context ranks, packed rows are joined to one row. `cu_seqlens` is unchanged: it is
+    that of the rows in their original order.
     """
     rows = (batch.tokens, batch.labels, batch.positions)
     tokens, labels, positions = ranks.arranged(rows, batch.cu_seqlens)
@@ -199,7 +200,7 @@ def arrange(batch: MicroBatch, ranks: SequenceRanks) -> MicroBatch:
 
 
 def slice_sequence(batch: MicroBatch, channel: Channel) -> MicroBatch:
-    """Return this rank's S/p tokens of each row; `cu_seqlens` stays that of the full row."""
+    """Return this rank's S/p tokens of each row; `cu_seqlens` is unchanged, of the full row."""
     rows = (batch.tokens, batch.labels, batch.positions)
     tokens, labels, positions = (_own(x, channel).contiguous() for x in rows)
     return MicroBatch(tokens, labels, positions, batch.cu_seqlens)

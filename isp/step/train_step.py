@@ -1,7 +1,4 @@
-"""`TrainStep`: forward, backward, reduction and update over the micro-batches of a step.
-
-n tokens whose losses a rank computes
-"""
+"""`TrainStep`: forward, backward, reduction and update over the micro-batches of a step."""
 
 from __future__ import annotations
 
@@ -37,12 +34,12 @@ __all__ = ["MeanWork", "StepOutcome", "TokenLoss", "TrainStep", "make_train_step
 logger = logging.getLogger(__name__)
 
 _CHUNK = 0
-"""Number of the only model chunk of a rank without a pipeline."""
+"""Index of the only model chunk of a rank without a pipeline."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepOutcome:
-    """Figures of a training step, the same on every rank."""
+    """Results of a training step, the same on every rank."""
 
     loss: float
     """Mean loss before the update, over the valid tokens (or pairs) of the global batch; 0 if
@@ -52,31 +49,32 @@ class StepOutcome:
     skipped: bool
     """True if there was no update: the gradients were not finite, or no token had a label."""
     valid_tokens: int
-    """Number of tokens with a label in the global batch; of pairs, for a loss over pairs."""
+    """Number of tokens with a label in the global batch; for a loss over pairs, of pairs."""
     expert_load: float | None = None
-    """Largest number of tokens of one expert in any layer, as a multiple of that layer's mean; None
-    without experts."""
+    """Largest number of tokens of one expert, divided by the mean over its layer's experts; of all
+    layers, the largest. None: the model has no experts."""
     unused_experts: int | None = None
-    """Number of experts, over all layers, that got no token; None without experts."""
+    """Number of experts, in all layers, that got no token; None: the model has no experts."""
 
 
 class TokenLoss:
     """The mean cross-entropy over tokens with a label, the default objective of a step."""
 
     def begin(self, batches: Sequence[MicroBatch]) -> None:
-        """Prepare for the passes of `batches`, in training or evaluation; here nothing."""
+        """Prepare for the forwards of `batches`, in training or evaluation; by default, nothing."""
 
     def count(self, batch: MicroBatch) -> Tensor:
-        """Return the number of terms in the loss of a whole micro-batch, here labels; [], integer.
+        """Return the number of terms in the loss of a whole micro-batch: of labels; [], integer.
 
         The step divides the loss by the sum of these numbers over the global batch.
         """
         return (batch.labels != IGNORED).sum()
 
     def loss(self, work: StepWork, micro_batch: int, output: Tensor, expected: Tensor) -> Tensor:
-        """Return this rank's part of the loss, summed over terms, from the last chunk's output; [].
+        """Return this rank's part of the loss, summed over terms: [].
 
-        `expected` [] is the gradient that the returned sum will have.
+        `output` is that of the last chunk; `expected` [] is the gradient that backward will have
+        for the returned sum.
         """
         return work.chunks[-1].loss(output, work.labels(micro_batch), expected)
 
@@ -99,19 +97,19 @@ class MeanWork(StepWork):
         """This rank's part of the mean loss of the global batch, without the loss scale; []."""
 
     def loss(self, micro_batch: int, output: Tensor) -> Tensor:
-        """Add the loss of a micro-batch to `total`, and return the scalar to differentiate.
+        """Add the loss of a micro-batch to `total`, and return the scalar to call backward of.
 
-        That is this rank's part of the global mean, times the loss scale; [], float64.
+        The scalar is this rank's part of the global mean, times the loss scale; [], float64.
         """
         self.hook.before_criterion()
         valid = self.valid.clamp(min=1)  # a batch without labels has loss 0, not nan
-        # The head computes its gradient together with the loss, so it needs the factor now.
+        # The head computes gradients together with the loss, so it needs their factor already.
         expected = self.optimizer.scale_loss(torch.ones_like(valid)) / valid
         loss = self._objective.loss(self, micro_batch, output, expected) / valid
         routers = self.chunks[-1].routers
         if routers is not None and torch.is_grad_enabled():
-            # For the reported loss only: `RouterLosses` adds its gradients at the routers' logits.
-            # Each rank of a sequence has the whole of it, and `over_ranks` sums over the ranks.
+            # Only for the reported loss: `RouterLosses` adds its gradients at the routers' logits.
+            # Each rank of a sequence has the same value, and `over_ranks` sums over these ranks.
             self.total += routers.end() / self.num_loss_parts
         self.hook.after_criterion()
         self.total += loss.detach()
@@ -144,7 +142,7 @@ def make_train_step(
         dtype=getattr(torch, config.training.dtype),
     )
     rules = config.optimizer.rules if built.trained and make_optimizer is None else ()
-    # With a single rule it is clear which weights it updates.
+    # Not logged for a single rule, which updates all weights.
     if len(rules) > 1 and mesh.rank == 0:
         logger.info("%s", rules_in_words(trained_layouts(model), config.optimizer))
     gradients = MainGradients(built.trained, mesh, rows_of=mesh[Axis.ZERO1])
@@ -171,14 +169,14 @@ def make_train_step(
 
 
 class TrainStep:
-    """Forward, backward, reduction and update over the micro-batches of a step.
+    """Runs forward, backward, reduction and update over the micro-batches of a step.
 
-    [Note: One normalisation] A loss is the sum over valid tokens, divided once by the number of
-    valid tokens in the global batch; every reduction is a SUM. So masks of any shape, a rank
-    without a valid token, and groups of any size give the gradient of the global mean.
+    The gradient is that of the mean loss over all valid tokens of the global batch. See
+    [Note: One normalization] in docs/design/notes/step.md.
 
     With `weights_may_change` the caller reads and writes weights between steps, so no transfer is
-    in flight then. Otherwise the updated weights and the first gathers of the next step may be.
+    in flight between steps. Without it, updated weights and the first gathers of the next step may
+    be in flight.
     """
 
     def __init__(
@@ -193,7 +191,7 @@ class TrainStep:
         weights_may_change: bool = False,
         objective: TokenLoss | None = None,
     ) -> None:
-        # A wholly frozen model is fine, as its run has no backward.
+        # Allowed if all weights of the model are frozen: then no rank runs a backward.
         if mesh[Axis.PIPELINE].size > 1 and built.model.trained_names and not built.trained:
             raise ValueError(
                 "this rank has no trainable weights: train some in each pipeline stage, or use"
@@ -209,13 +207,13 @@ class TrainStep:
         self._shared, self._tied = built.shared, built.tied_over_stages
         self._weights_may_change = weights_may_change
         self.same_rows = SameRows(mesh) if weights_may_change else None
-        """Check of the rows that a caller's loop passes; None if a run's own loader reads them."""
+        """Check of the rows that a user's loop passes; None: ISP's own loader reads the rows."""
         self._stages = mesh[Axis.PIPELINE]
         self._deferred: DeferredWeightGradients | None = None
-        """Weight gradients for the second half of a split backward; None if it is not split."""
+        """Weight gradients for the second half of a split backward; None: it is not split."""
         self._publications: dict[nn.Module, list[Callable[[], None]]] = {}
-        """Cache of functions that wait for the updated weights of each part: looking them up walks
-        all of its parameters."""
+        """For each part, functions that wait for its updated weights; a cache, because finding them
+        visits all parameters of the part."""
         self._actions = built.order.actions(self._stages.rank, micro_num)
         built.weights.deliver_to(gradients)
         if self._stages.size > 1 and built.order.config.schedule.splits_backward:
@@ -225,15 +223,15 @@ class TrainStep:
         self.parts = StepParts(built, mesh, optimizer, self.hook)
         """The parts that micro-batches pass through, for a `StepWork`."""
         if communicator is not None:
-            # A gather reads the shards: it has to wait for the update that publishes them.
+            # A gather reads shards, so it waits until the optimizer has published them.
             communicator.register_prerequisite_for_forward_prefetch_hooks(self._published)
-        # Weights that are not gathered are read by the part itself, so its forward waits too.
+        # A part's own forward reads its weights that are not gathered, so it waits, too.
         for part in self._parts():
             part.register_forward_pre_hook(lambda part, _: self._published(part))
         self._unfinished = False
-        """True during a step, and until the next one begins if it failed."""
+        """True during a step; if the step fails, until the next step begins."""
         self._norm: float | None = None
-        """Norm of this step's gradients, if `grad_norm` was called before the update."""
+        """Norm of this step's gradients; None: `grad_norm` was not called before the update."""
         self._gather_ahead()
 
     @property
@@ -247,17 +245,17 @@ class TrainStep:
         return self.built.order.num_stages - 1 in self.built.stages
 
     def init_weights(self, seed: int) -> None:
-        """Give the model the initial weights of `seed`; then call `weights_changed`."""
+        """Set all weights to the initial values of `seed`; call `weights_changed` after it."""
         for chunk in self.chunks:
             chunk.init_weights(seed)
         self.optimizer.take_up_weights()
 
     def weights_changed(self) -> None:
-        """Drop weights that were gathered before other code wrote or loaded new ones."""
+        """Gather weights again, after other code has written or loaded new values."""
         self._gather_ahead()
 
     def drain(self) -> None:
-        """Wait for the transfers that the last step launched for the next one, and drop gathers.
+        """Wait for the transfers that the last step has launched ahead, and drop gathered weights.
 
         `weights_changed` launches the gathers again.
         """
@@ -266,20 +264,22 @@ class TrainStep:
             self.optimizer.published(item.parameter)
 
     def __call__(self, batches: Sequence[MicroBatch], lr: float) -> StepOutcome:
-        """Train on this rank's `batches` (whole rows, the same on a tensor group) at rate `lr`.
+        """Train on this rank's `batches` with the learning rate `lr`, and return the outcome.
 
-        The new weights may still be in flight afterwards: each part of the model waits for its
-        own before its forward. A step that fails before its update changes no weight, and the next
-        step drops its gradients, provided that all ranks fail at the same place.
+        `batches` are whole rows, the same on all ranks of a tensor group. New weights may still be
+        in flight afterwards: each part of the model waits for its weights before its forward. A
+        step that fails before its update changes no weight, and the next step drops its gradients,
+        if all ranks fail at the same place.
         """
         work = self.start(batches)
         self.run(work, training=True)
         return self.finish(work, lr)
 
     def start(self, batches: Sequence[MicroBatch], *, more: bool = False) -> MeanWork:
-        """Begin a step of these micro-batches, dropping the gradients of an unfinished step.
+        """Begin a step of these micro-batches, and return them as work for `run` and `finish`.
 
-        `more`: add the micro-batches to the unfinished step and keep its gradients.
+        Drops the gradients of an unfinished step; with `more`, keeps them and adds the
+        micro-batches to that step.
         """
         if not more:
             self.begin()
@@ -291,18 +291,18 @@ class TrainStep:
         return MeanWork(self.parts, batches, self.objective, self._count(batches))
 
     def expect_both(self) -> None:
-        """Keep gradients of weights that two chunks of a rank share open until `reduce`.
+        """Promise a gradient of each weight that two chunks of this rank share, until `reduce`.
 
-        Without the promise, the last backward of one chunk would send the bucket before the other
-        chunk has added its part.
+        Without the promise, the last backward of one chunk would launch the weight's bucket before
+        the other chunk has added its gradient.
         """
         for parameter in self._shared:
             self.gradients.promise(parameter)
 
     def begin(self) -> None:
-        """Begin a step whose passes the caller runs; drop the gradients of an unfinished one."""
-        # Promises without a step: the caller ran a backward pass outside of one.
-        if self._unfinished or self.gradients.owed:
+        """Begin a step whose forwards and backwards the caller runs; drop an unfinished step."""
+        # Open promises without a step: the caller ran a backward outside of any step.
+        if self._unfinished or self.gradients.has_open_promises:
             self._clear_up()
         self._unfinished = True
         self.clock.enter(Phase.FORWARD_BACKWARD)
@@ -310,21 +310,21 @@ class TrainStep:
         self._norm = None
 
     def finish(self, work: MeanWork, lr: float) -> StepOutcome:
-        """Reduce the gradients of a step after its last backward pass, and update."""
+        """Reduce the gradients of a step after its last backward, and update the weights."""
         return self.update(lambda: torch.stack((self.over_ranks(work.total), work.valid)), lr)
 
     def update(self, count: Callable[[], Tensor], lr: float) -> StepOutcome:
-        """Reduce the gradients and update; see `finish`.
+        """Reduce the gradients and update the weights; return the outcome.
 
-        `count` returns the loss and the number of labels, each summed over all ranks; [2].
+        `count` returns a tensor [2]: the loss and the number of labels, summed over all ranks.
         """
         self.reduce()
-        # Launch the sums and their copy to the host before the norm, for which the host waits
-        # anyway: then reading them later costs no second wait.
+        # Launch these sums and their copy to the host before the norm, for which the host waits
+        # anyway, so that reading them costs no second wait.
         load, found = self.chunks[-1].expert_load, count()
         if load is not None:
-            # Stages run different layers. Ranks of a stage that see the same tokens multiply all
-            # counts of a layer by the same number.
+            # Summed over stages, which have different layers. Ranks of a stage that see the same
+            # tokens multiply all counts of a layer by the same factor, which changes no ratio.
             routes = self._sum(Axis.PIPELINE, self._sum(Axis.STAGE, load.tokens()))
             found = torch.cat((found, load.figures(routes)))
         totals = pinned_memory.HostCopy(found)
@@ -353,9 +353,9 @@ class TrainStep:
         )
 
     def _is_empty(self, totals: pinned_memory.HostCopy) -> bool:
-        """Return True if no token has a label, so that only momentum would move the weights.
+        """Return True if no token has a label, so that only momentum would change the weights.
 
-        The optimizer calls this before it changes a weight, so the rows are checked here.
+        Also checks the rows, because the optimizer calls this before it changes a weight.
         """
         self._check_rows()
         return not totals.wait()[1]
@@ -366,13 +366,13 @@ class TrainStep:
             self.same_rows.check()
 
     def forget_routes(self) -> None:
-        """Clear the counts of tokens of each expert: those so far belong to no step to come."""
+        """Clear the counts of tokens of each expert, so that the next step starts at zero."""
         if (load := self.chunks[-1].expert_load) is not None:
             load.clear()
 
     def reduce(self) -> None:
-        """Sum the gradients over the ranks, once a step; no backward pass may come after it."""
-        if self.gradients.reduced:  # `grad_norm` was called before the update
+        """Sum the gradients over the ranks, once in a step; no backward may follow in the step."""
+        if self.gradients.reduced:  # by `grad_norm`, before the update
             return
         for parameter in self._shared:
             self.gradients.withdraw(parameter)
@@ -382,16 +382,16 @@ class TrainStep:
         self._add_tied()
 
     def grad_norm(self) -> float:
-        """Return the global norm of the step's gradients, after `reduce`; see there."""
+        """Call `reduce`, and return the global norm of the step's gradients."""
         self.reduce()
         if self._norm is None:
             self._norm = self.optimizer.grad_norm()
         return self._norm
 
     def run(self, work: StepWork, *, training: bool, last: bool = True) -> None:
-        """Run forward and, in training, backward of the micro-batches, in a pipeline if there is.
+        """Run forward and, in training, backward of the micro-batches; in a pipeline, if any.
 
-        `last`: no backward pass of the step comes after these.
+        `last`: these are the last backward passes of the step.
         """
         if self._stages.size > 1:
             Pipeline(
@@ -411,12 +411,12 @@ class TrainStep:
 
     @torch.no_grad()
     def see(self, batches: Sequence[MicroBatch]) -> None:
-        """Run only the forward of this rank's micro-batches; the objective keeps its results."""
+        """Run only the forward of this rank's micro-batches; the objective may keep results."""
         self._forward_only(batches)
         self._gather_ahead()
 
     def _forward_only(self, batches: Sequence[MicroBatch]) -> MeanWork:
-        """Run the forward of `batches`; the total of the returned work is a sum, not a mean."""
+        """Run the forward of `batches`; return their work, whose `total` is a sum, not a mean."""
         actions = self.built.order.actions(self._stages.rank, len(batches), training=False)
         self.hook.before_step(actions)
         one = torch.ones((), dtype=torch.float64, device=self.device)  # the loss's divisor
@@ -428,17 +428,17 @@ class TrainStep:
     def evaluate(self, steps: Iterable[Sequence[MicroBatch]]) -> float | None:
         """Return the mean loss over all valid tokens of `steps` and all data ranks.
 
-        Each of `steps` is this rank's micro-batches of a global batch. Returns None if there is no
-        valid token. Weights and the modes of modules are unchanged afterwards.
+        Each of `steps` has this rank's micro-batches of a global batch. Returns None if there is no
+        valid token. Does not change weights, or the training mode of modules.
         """
-        if self._unfinished or self.gradients.owed:
+        if self._unfinished or self.gradients.has_open_promises:
             self._clear_up()
         self._unfinished = True
         sums = torch.zeros(2, dtype=torch.float64, device=self.device)
         with self._without_dropout():
             for batches in steps:
                 self.objective.begin(batches)
-                count = self._count(batches)  # before the forward, as it checks the rows
+                count = self._count(batches)  # before the forward, because it checks the rows
                 work = self._forward_only(batches)
                 sums += torch.stack((self.over_ranks(work.total), count))
         self._gather_ahead()
@@ -448,9 +448,9 @@ class TrainStep:
         return total / valid if valid else None
 
     def _count(self, batches: Sequence[MicroBatch]) -> Tensor:
-        """Return the number of terms in the mean loss, such as labels, over all ranks; [], float64.
+        """Return the number of terms in the mean loss, such as labels, of all ranks: [], float64.
 
-        If a caller's loop passes the rows, also compare them within each sequence.
+        If a user's loop passes the rows, also compares them over the ranks of each sequence.
         """
         own = torch.stack([self.objective.count(batch) for batch in batches]).sum()
         if self.same_rows is not None:
@@ -459,7 +459,7 @@ class TrainStep:
 
     @contextmanager
     def _without_dropout(self) -> Iterator[None]:
-        """Set modules to evaluation in this context; a caller's loop sets the modes itself."""
+        """Set modules to evaluation mode in this context; does nothing in a user's loop."""
         chunks = [] if self._weights_may_change else self.chunks
         every = (module for chunk in chunks for module in chunk.model.modules())
         trains = [module for module in every if module.training]
@@ -468,31 +468,31 @@ class TrainStep:
                 module.training = False
             yield
         finally:
-            for module in trains:  # not those that a user has set to evaluation
+            for module in trains:  # modules that were in evaluation mode before stay so
                 module.training = True
 
     def forward(self, work: StepWork, index: int) -> Tensor:
-        """Return the loss of a micro-batch, to be passed to `backward`; keeps no logits."""
+        """Run the forward of micro-batch `index`, and return its loss, to pass to `backward`."""
         self.hook.before_forward(_CHUNK)
         y = work.forward(_CHUNK, index, work.tokens[index])
         self.hook.after_forward(_CHUNK)
         return work.loss(index, y)
 
     def backward(self, loss: Tensor, *, last: bool) -> None:
-        """Run the backward pass of a micro-batch; `last`: it is the step's last one."""
-        if last:  # buckets of gradients are reduced during this pass, each once it is complete
+        """Run the backward of a micro-batch; `last`: it is the last backward of the step."""
+        if last:  # each bucket of gradients is reduced during this backward, when it is complete
             self.gradients.expect_last()
         self.hook.before_backward(_CHUNK)
         loss.backward()
         self.hook.after_backward(_CHUNK)
 
     def _parts(self) -> Iterator[nn.Module]:
-        """Yield the modules, such as blocks, that a forward of this rank's chunks passes."""
+        """Yield the parts of this rank's chunks: modules, such as blocks, whose forwards run."""
         for chunk in self.chunks:
             yield from chunk.parts().values()
 
     def _add_tied(self) -> None:
-        """Sum the gradient of tied weights over the two stages that each hold a copy."""
+        """Sum the gradient of tied weights over the two stages that have a copy of them."""
         if self._tied is not None:
             gradient = self.gradients.summed(self._tied.parameter)
             tag = Tag(Purpose.REPLICA_GRADIENT, self._tied.name)
@@ -500,15 +500,16 @@ class TrainStep:
 
     def _clear_up(self) -> None:
         """Drop the gradients of a failed step, or of a backward pass outside of any step."""
-        self.hook.after_step()  # wait for gradients in flight, which were promised to `gradients`
+        # First, wait for reductions in flight: later they would be added to the next step.
+        self.hook.after_step()
         if self._deferred is not None:
             self._deferred.take()
         self.gradients.abandon()
         self._gather_ahead()
 
     def _gather_ahead(self) -> None:
-        """Launch the first gathers of the next step; if weights may change, `start` does that."""
-        if self._weights_may_change:
+        """Launch the first gathers of the next step, unless weights may change before it."""
+        if self._weights_may_change:  # `start` launches them
             self.hook.after_step()
         else:
             self.hook.before_step(self._actions)
@@ -523,8 +524,8 @@ class TrainStep:
 
     def over_ranks(self, total: Tensor) -> Tensor:
         """Return the sum of `total` [] over all ranks; it is 0 on all stages but the last."""
-        # If the logits are split over the vocabulary, the ranks of a sequence have the same losses.
-        # Otherwise each has those of its own tokens.
+        # If logits are split by vocabulary, all ranks of a sequence have the same losses. If not,
+        # each rank has the losses of its own tokens.
         axis = Axis.DATA if self.chunks[-1].splits_logits else Axis.STAGE
         return self._sum(Axis.PIPELINE, self._sum(axis, total))
 

@@ -362,7 +362,7 @@ IDS = torch.zeros(1, 8, dtype=torch.int64)
     ("rows", "said"),
     [
         ((torch.zeros(64, dtype=torch.int64),), "[batch, sequence], got [64]"),
-        ((IDS, torch.zeros(1, 7)), "labels must be of the"),
+        ((IDS, torch.zeros(1, 7)), "labels must have the"),
         ((IDS, None, torch.zeros(2, 8)), "position_ids must"),
         ((IDS, torch.full((1, 8), -1)), "labels has -1: use"),
         ((IDS, torch.full((1, 8), VOCAB)), f"below {VOCAB}"),
@@ -374,7 +374,7 @@ IDS = torch.zeros(1, 8, dtype=torch.int64)
         ((IDS.double(),), "input_ids has dtype torch.float64: pass integers (torch.long)"),
         ((IDS, IDS.float()), "labels has dtype torch.float32: pass integers (torch.long)"),
         ((IDS.tolist(),), "input_ids is a list: pass a tensor of integers, [batch, sequence]"),
-        ((IDS, IDS, IDS + 1), "as an attention_mask is: pass that by its name, to run.log_probs"),
+        ((IDS, IDS, IDS + 1), "as an attention_mask is: pass a mask by name"),
     ],
 )
 def test_wrong_rows_are_refused(rows: tuple[Any, ...], said: str) -> None:

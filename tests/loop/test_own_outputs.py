@@ -212,7 +212,7 @@ def _reward(rank: int, case: tuple[str, str, JobConfig, int]) -> Trained:
         losses.append(outcome.loss)
         norms.append(outcome.grad_norm)
     assert "make a loss of run.logits" in raised(run.loss, pairs["input_ids"])
-    assert "run.log_probs is of tokens" in raised(run.log_probs, pairs["input_ids"])
+    assert "run.log_probs needs logits of tokens" in raised(run.log_probs, pairs["input_ids"])
     return Trained(losses, norms, whole_weights(run))
 
 

@@ -396,8 +396,8 @@ def _silent(rank: int, _: None) -> None:
     before = torch.optim.SGD(model.parameters(), lr=1.0)
     run = isp.parallelize(model, job(2, 2))
     behind = torch.optim.AdamW([*torch.nn.Linear(2, 2).parameters(), *run.model.parameters()])
-    assert "this SGD has parameters of a parallelised model" in raised(before.step)
-    assert "this AdamW has parameters of a parallelised model" in raised(behind.step)
+    assert "this SGD has parameters of a parallelized model" in raised(before.step)
+    assert "this AdamW has parameters of a parallelized model" in raised(behind.step)
     torch.optim.SGD(Own().parameters()).step()
     del run, model
     gc.collect()

@@ -200,7 +200,7 @@ def test_a_reward_model_trains_as_in_one_process(job: Path) -> None:
     config = small_config("llama", num_labels=1, pad_token_id=271)
     AutoModelForSequenceClassification.from_config(config).save_pretrained(job.parent / "model")
     _check(job, 2, MSP, ("--training.objective=reward",), _rewards)
-    with pytest.raises(ValueError, match="labels of a sequence: reward takes the folder of"):
+    with pytest.raises(ValueError, match="labels of a sequence: use objective reward with"):
         check_models(load_config(job))
 
 

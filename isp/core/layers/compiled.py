@@ -1,10 +1,7 @@
-"""Compilation of small tensor functions into one kernel each, by `torch.compile` (`model.compile`).
+"""Compiles small tensor functions into one kernel each by `torch.compile` (`model.compile`).
 
-[Note: Compiled] Forward and backward of an autograd function are compiled separately, so the
-function decides what is saved between them, compiled or not. Sizes and strides are symbols: a new
-length does not recompile, a new dtype or a size that becomes 1 does. No order of a sum is chosen by
-timing, so all ranks and all starts compute the same bits. These differ from the plain layers' in
-rounding: values that those round to the model's dtype in between stay float32 here.
+Forward and backward of an autograd function are compiled separately, with dynamic sizes and
+without timing choices. See [Note: Compiled] in docs/design/notes/layers.md.
 """
 
 from __future__ import annotations
@@ -25,26 +22,29 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 CompileWhen = bool | Literal["auto"]
-"""When to compile: True, False, or `auto` (on CUDA, if a compiler works)."""
+"""When to compile: True, False, or `auto` (on CUDA, if `torch.compile` works there)."""
 
 _OPTIONS: dict[str, Any] = {"deterministic": True, "compile_threads": 1}
-"""Compiler options: no choice by timing [Note: Compiled], and no pool of compiling processes,
-which would take longer to start than a few small kernels to compile."""
+"""Options of the compiler: `deterministic` forbids choices by timing [Note: Compiled]; one thread,
+because a pool of processes takes longer to start than a few small kernels to compile."""
 
 
 def lazily_compiled(function: Callable[P, R]) -> Callable[P, R]:
-    """Return `function`, which computes without gradients, compiled at its first call."""
+    """Return a version of `function` that is compiled at its first call.
+
+    It computes without gradients and takes positional arguments only.
+    """
 
     @cache
-    def kernel() -> Callable[..., R]:  # a function, so that only a user of it loads the compiler
-        # Not `fullgraph`: after too many kinds of tensors it would raise and end the run, while
-        # without it further kinds run uncompiled. Tests check that the usual kinds compile.
+    def kernel() -> Callable[..., R]:  # at the first call, as loading the compiler takes seconds
+        # Not `fullgraph`: after too many kinds of tensors it would raise and end the run; without
+        # it, further kinds run uncompiled. Tests check that the usual kinds compile.
         return torch.compile(function, dynamic=True, options=dict(_OPTIONS))
 
     @wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
-        assert not kwargs, "tensors and numbers in order"
-        # Detached: a tensor that requires a gradient, or is a parameter, would compile again.
+        assert not kwargs, "pass all arguments by position: keyword arguments are not passed on"
+        # Detached, because a tensor that requires a gradient, or a parameter, compiles again.
         plain = (x.detach() if isinstance(x, Tensor) else x for x in args)
         with torch.no_grad():
             return kernel()(*plain)
@@ -59,10 +59,10 @@ def widened(x: Tensor) -> Tensor:
 
 @cache
 def compiles(when: CompileWhen, device: torch.device) -> bool:
-    """Return whether functions on `device` are compiled.
+    """Return True if functions on `device` are compiled.
 
-    If `torch.compile` does not work there, `auto` logs that once and returns False, and True
-    raises ValueError.
+    If `torch.compile` does not work on `device`, `auto` logs that once and returns False, and
+    `when=True` raises ValueError.
     """
     if when is False or device.type == "meta" or (when == "auto" and device.type != "cuda"):
         return False
@@ -86,7 +86,7 @@ def compiles(when: CompileWhen, device: torch.device) -> bool:
 
 @cache
 def _fault_on(device: torch.device) -> str:
-    """Compile a small function and return the error, on one line; empty if it works."""
+    """Compile and run a small function; return the error on one line, or "" if there is none."""
     try:
         _probe(torch.zeros(2, 4, device=device))
     except Exception as error:  # an external compiler may raise anything
@@ -97,4 +97,5 @@ def _fault_on(device: torch.device) -> str:
 
 @lazily_compiled
 def _probe(x: Tensor) -> Tensor:
+    """Compute something, to find out if the compiler works."""
     return x.sum(-1).exp()

@@ -1,4 +1,4 @@
-"""Token embedding from a table that is split over the vocabulary, or gathered.
+"""Token embedding from a table that is split over the vocabulary, or sharded and gathered.
 
 B batch, S sequence, V vocabulary, D model size; ids are [B, S], the table [V, D], y is [B, S, D].
 """
@@ -22,20 +22,24 @@ __all__ = ["TableLayer", "look_up"]
 
 
 class TableLayer(WeightHolder, Protocol):
-    """A layer that looks up rows of its table: an embedding of ours, or a user's adapted."""
+    """A layer that looks up rows of its table: `ISPEmbedding`, or a wrapper of a user's table."""
 
     communicator: WPCommunicator
     moves: Moves
+    """The collectives of its output and of the output's gradient."""
     deterministic: bool
+    """True if backward adds gradients in a fixed order, which is slower on CUDA."""
 
     @property
     def padding_idx(self) -> int:
-        """The row without a gradient, counted in the rows that backward adds up; -1: none."""
+        """The row without a gradient, as an index into the table that forward reads; -1: none."""
 
 
 class _Embedding(Function):
-    """forward   y = move_y(rows of the table, 0 for ids that other ranks hold)
-    wgrad     dW = move_dy(dy) added up row by row, to the communicator
+    """The autograd function of a look-up in a table.
+
+    forward   y = move_y(rows of the table, 0 for ids that other ranks hold)
+    backward  dW = the rows of move_dy(dy), summed by id; to the communicator
     """
 
     @staticmethod
@@ -44,7 +48,7 @@ class _Embedding(Function):
         if not layer.communicator.gathers_weights and layer.layouts["weight"].sharded:
             ((start, stop),) = layer.layouts["weight"].intervals()
             foreign = (ids < start) | (ids >= stop)
-            ids = (ids - start).masked_fill(foreign, 0)  # any row will do: its result is zeroed
+            ids = (ids - start).masked_fill(foreign, 0)  # some valid row: its result is zeroed
         with layer.communicator.unshard(layer, Phase.FORWARD, weight) as full:
             table = full.weight
             ctx.layer, ctx.num_rows = layer, table.shape[0]
@@ -64,7 +68,7 @@ class _Embedding(Function):
             return None, None, None
         ids, foreign = ctx.saved_tensors
         dy = layer.moves.dy(dy, tag=Tag(Purpose.OUTPUT_GRADIENT, layer.name, "dy")).wait()
-        if foreign is not None:
+        if foreign is not None:  # the ranks that hold these ids add their gradients
             dy = dy.masked_fill(foreign.unsqueeze(-1), 0)
         padding = layer.padding_idx
         if layer.deterministic:
@@ -72,13 +76,13 @@ class _Embedding(Function):
             dw.index_put_((ids,), dy, accumulate=True)  # deterministic: sorts the ids on CUDA
             if padding >= 0:
                 dw[padding] = 0
-        else:  # adds by atomics on CUDA
+        else:  # adds by atomics on CUDA, in an order that differs from run to run
             dw = torch.ops.aten.embedding_dense_backward(dy, ids, ctx.num_rows, padding, False)
         returned = needs is NeedsGrad.VALUE
         return None, layer.communicator.grad_hook(dw, module=layer, returned=returned), None
 
 
 def look_up(ids: Tensor, weight: Tensor, layer: TableLayer) -> Tensor:
-    """Look up ids [B, S] in the table whose shard on this rank is `weight` -> [B, S, D]."""
+    """Return the rows of a table for ids [B, S]: [B, S, D]. `weight` is this rank's shard."""
     y: Tensor = _Embedding.apply(ids, weight, layer)
     return y

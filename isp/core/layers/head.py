@@ -1,7 +1,8 @@
-"""The head's losses, computed in loss chunks of tokens so that not all logits exist at once.
+"""The losses of a head, computed in loss chunks of tokens, so that not all logits exist at once.
 
-B batch, S sequence, D hidden size, V vocabulary; S' the tokens and V' the logits of a rank; p ranks
-that share the logits of their tokens (1 if each computes all logits of its own); c loss chunks.
+B batch, D hidden size, V vocabulary; S' positions of the sequence on a rank; V' logits of a token
+on a rank; p ranks that split the logits of all their tokens (1 if each rank has all logits of its
+own tokens); c loss chunks.
 """
 
 from __future__ import annotations
@@ -28,17 +29,15 @@ __all__ = ["HeadGradients", "HeadLoss", "deliver", "num_loss_chunks", "one_ahead
 
 
 class _ChunkedLoss(Function):
-    """forward   for each loss chunk: logits = move_y(move_x(x) W^T), their losses, and at once
+    """The autograd function of the sum of a head's losses; forward computes the gradients, too.
+
+    forward   for each loss chunk: logits = move_y(move_x(x) W^T), their losses, and at once
                  dx = move_dx(move_dy(dlogits) W) and dW += move_dy(dlogits)^T move_x(x)
     backward  dx and dW, times dloss / expected; dW to the communicator
 
-    Forward computes the gradients, too, for a gradient of the loss that is `expected` by then. So
-    there are three products a token, as without loss chunks, the weight is gathered once, and dW is
-    reduced once. A chunk's x is gathered while the one before is computed, and its dx is
-    communicated while its dW is computed.
-
-    [Note: Sum of products] With several loss chunks, dW is added up in float32 or wider and rounded
-    once. One chunk gives the bits of a linear followed by a cross-entropy.
+    `expected` is the gradient of the loss that forward assumes. So each token costs three products,
+    as without loss chunks, and the weight is gathered and dW reduced only once. A chunk's x is
+    gathered while the chunk before is computed; its dx is in flight while its dW is computed.
     """
 
     @staticmethod
@@ -53,11 +52,12 @@ class _ChunkedLoss(Function):
         training: bool,
     ) -> Tensor:
         ctx.head = head = of.head
-        # A graph is recorded or not outside of this function: in here grad mode is off.
+        # `training` is the caller's grad mode; inside of an autograd function it is always off.
         needs = [training and need for need in ctx.needs_input_grad[:3]]
         count = num_loss_chunks(x, labels.numel(), of.chunk_tokens)
         pieces = x.chunk(count, dim=1)  # [B, S'/c, D]
-        # Gathering x joins the ranks' tokens, so a chunk's labels are those of every rank's slice.
+        # Gathering x concatenates the chunk's tokens of all ranks, so its labels are a piece of
+        # each rank's slice of `labels`.
         by_ranks = labels.unflatten(1, (of.num_slices, -1))  # [B, p, S']
         targets = [t.flatten(1) for t in by_ranks.chunk(len(pieces), dim=2)]  # [B, p S'/c]
         sums = HeadGradients(of, x, len(pieces), needs)
@@ -78,10 +78,10 @@ class _ChunkedLoss(Function):
     def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor | None, ...]:
         needs = needs_grad(ctx, 3)
         *sums, expected = ctx.saved_tensors
-        # The factor is 1 unless the caller scaled the loss after `expected` was given.
+        # The factor is 1 unless the caller scaled the loss by something that is not in `expected`.
         head, factor = ctx.head, dloss / expected
-        # No weight is read here. The use tells the communicator that backward has come to the
-        # head, so that it launches the gathers planned for this point.
+        # No weight is read here. The use moves the prefetch plan to the head's backward, so that
+        # the gathers planned there are launched.
         unshard = head.communicator.unshard
         with unshard(head, Phase.BACKWARD, head.weight) if needs[0] else nullcontext():
             dx, dw, db = (x.mul_(factor) if n else None for x, n in zip(sums, needs, strict=True))
@@ -90,7 +90,7 @@ class _ChunkedLoss(Function):
 
 
 def one_ahead(moves: Moves, layer: str, pieces: Iterable[Tensor]) -> Iterator[Tensor]:
-    """Yield the pieces of x after their collective; the next one's is launched before."""
+    """Yield the pieces of x after their collective, each with that of the next piece in flight."""
     tag = Tag(Purpose.ACTIVATION, layer, "x")
     before: Pending | None = None
     for piece in pieces:
@@ -105,7 +105,8 @@ def one_ahead(moves: Moves, layer: str, pieces: Iterable[Tensor]) -> Iterator[Te
 def num_loss_chunks(x: Tensor, num_tokens: int, chunk_tokens: int) -> int:
     """Return the number of loss chunks for x [B, S', D], of at most `chunk_tokens` tokens (0: all).
 
-    `num_tokens` counts all rows and ranks. A chunk has at least one position of the sequence.
+    `num_tokens` counts the tokens of all B rows and p ranks. A chunk has at least one position of
+    the sequence.
     """
     if not chunk_tokens or not num_tokens:
         return 1
@@ -114,10 +115,17 @@ def num_loss_chunks(x: Tensor, num_tokens: int, chunk_tokens: int) -> int:
 
 
 class HeadGradients:
-    """Accumulates dx, dW and db of a head, one loss chunk after another [Note: Sum of products]."""
+    """Accumulates dx, dW and db of a head, one loss chunk after another.
+
+    With several loss chunks, dW is accumulated in float32 or wider and rounded once. With one
+    chunk, the bits are those of a linear followed by a cross-entropy.
+    """
 
     def __init__(self, of: HeadLoss, x: Tensor, count: int, needs: Sequence[Any]) -> None:
-        """`count` is the number of loss chunks; `needs`: flags for x, the weight and the bias."""
+        """Start with nothing, for `count` loss chunks of x [B, S', D].
+
+        `needs`: which gradients are needed, of x, the weight and the bias.
+        """
         self._of, self._count, self._narrow = of, count, x.dtype
         _, self._of_weight, self._of_bias = needs
         self._dx = torch.empty_like(x) if needs[0] else None
@@ -127,14 +135,14 @@ class HeadGradients:
         self._db: Tensor | None = None
 
     def add(self, x: Tensor, dy: Tensor, weight: Tensor) -> None:
-        """Add the gradients of the next chunk, from its x and the gradient dy of its product."""
+        """Add the gradients of the next chunk, from its x and its output gradient dy."""
         arriving = None
         if self._dx is not None:
             tag = Tag(Purpose.INPUT_GRADIENT, self._of.head.name, "dx")
             arriving = self._of.moves.dx(dy @ weight.to(dy.dtype), tag=tag)
         flat = dy.flatten(0, 1)
         several = torch.promote_types(dy.dtype, torch.float32) if self._count > 1 else None
-        # dW is computed while dx is communicated.
+        # After the launch of dx, which is in flight meanwhile.
         if self._of_weight:
             flat_x, wide = x.flatten(0, 1).to(dy.dtype), several or self._dtype
             self._dw = weight_gradient(flat, flat_x, dtype=wide, into=self._dw, add=True)
@@ -145,7 +153,7 @@ class HeadGradients:
             next(self._dx_parts).copy_(arriving.wait())
 
     def sums(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """Return dx, dW and db of all chunks, None for those not needed."""
+        """Return dx, dW and db summed over all chunks; None for each that is not needed."""
         dw = None if self._dw is None else self._dw.to(self._dtype)
         return self._dx, dw, None if self._db is None else self._db.to(self._narrow)
 
@@ -153,9 +161,9 @@ class HeadGradients:
 def deliver(
     head: LinearLayer, dw: Tensor | None, db: Tensor | None, needs: Sequence[NeedsGrad]
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Give dW and db to the communicator and return what autograd delivers instead.
+    """Pass dW and db to the communicator; return the two gradients that the backward must return.
 
-    `needs`: the use of the weight's and the bias's gradient.
+    `needs`: why the backward pass needs the gradients of the weight and of the bias.
     """
 
     def given(gradient: Tensor | None, need: NeedsGrad, is_bias: bool) -> Tensor | None:
@@ -171,31 +179,31 @@ def deliver(
 
 
 class HeadLoss(NamedTuple):
-    """The head of a model with its losses, computed one loss chunk at a time.
+    """The head of a model and its losses, computed one loss chunk at a time.
 
-    x [B, S', D] is the linear's input; labels are [B, S'], or [B, p S'] if the ranks of a sequence
-    share its logits.
+    x [B, S', D] is the input of the head's linear; labels are [B, S'], or [B, p S'] if the ranks of
+    a sequence split the logits of its tokens.
     """
 
     head: LinearLayer
     moves: Moves
-    """Collectives of x and dx, and, as y and dy, of the model's logits and their gradient."""
+    """The collectives: `x` and `dx` of the linear's input, `y` and `dy` of the model's logits."""
     logit_shard: LogitShard
-    """The part of a token's logits that this rank reads."""
+    """The part of a token's logits that this rank's losses read."""
     chunk_tokens: int
-    """Tokens of a loss chunk; 0: all tokens are one chunk."""
+    """Number of tokens in a loss chunk; 0: all tokens are one chunk."""
     after_head: Callable[[Tensor], Tensor] | None = None
-    """The model's operations after its head, [B, n, V'] -> logits, such as a soft cap or a scale;
-    None: there are none."""
+    """The model's operations between its head and the loss, such as a soft cap or a scale:
+    [B, tokens, V'] -> logits of the same shape. None: there are none."""
     num_slices: int = 1
     """p, the number of ranks whose tokens are in the logits of this rank."""
 
     def total(self, x: Tensor, labels: Tensor, expected: Tensor | None = None) -> Tensor:
         """Return the sum of all losses, a float64 scalar.
 
-        `expected` [], not 0, is the gradient that the sum will get; None: 1. Gradients are computed
-        with it in forward, so that float16 neither overflows nor underflows; backward corrects them
-        if the gradient is another one.
+        `expected` [], not 0, is the gradient that backward will have for the sum; None: 1. Forward
+        computes gradients with it, so that float16 neither overflows nor underflows; backward
+        scales them if the gradient is a different one.
         """
         if expected is None:
             expected = torch.ones((), dtype=torch.float64, device=x.device)
@@ -208,13 +216,13 @@ class HeadLoss(NamedTuple):
     def losses_of_chunk(
         self, x: Tensor, full: FullWeights, target: Tensor, expected: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
-        """Return the losses of a loss chunk, one for each target, and the linear's output gradient.
+        """Return the loss of each target of a loss chunk, and the gradient of the linear's output.
 
         `expected`: the gradient of each loss; None: no gradient is computed.
         """
         logits, back = self.logits(x, full, training=expected is not None)
         losses, dy = losses_and_gradient(logits, target, expected, self.logit_shard)
-        del logits  # their memory holds the gradient now, and is free without one
+        del logits  # overwritten by the gradient; without one, this frees their memory
         if dy is not None:
             tag = Tag(Purpose.OUTPUT_GRADIENT, self.head.name, "dy")
             dy = self.moves.dy(dy, tag=tag).wait()
@@ -223,10 +231,10 @@ class HeadLoss(NamedTuple):
     def logits(
         self, x: Tensor, full: FullWeights, *, training: bool
     ) -> tuple[Tensor, Callable[[Tensor], Tensor] | None]:
-        """Return the logits as the loss reads them, which may be overwritten, and a backward.
+        """Return the logits, which the loss may overwrite, and the backward of `after_head`.
 
-        The backward maps the gradient, after `moves.dy`, to that of the linear's output; None if
-        `after_head` is None or does nothing.
+        The backward maps the gradient of the logits, after `moves.dy`, to that of the linear's
+        output; it is None if `after_head` is None or changes nothing.
         """
         logits, back = self._own_logits(x, full, training=training)
         tag = Tag(Purpose.ACTIVATION, self.head.name, "y")
@@ -235,17 +243,19 @@ class HeadLoss(NamedTuple):
     def _own_logits(
         self, x: Tensor, full: FullWeights, *, training: bool
     ) -> tuple[Tensor, Callable[[Tensor], Tensor] | None]:
+        """Return the results of `logits` before `moves.y`."""
         y = F.linear(x, full.weight, full.bias)
         if self.after_head is None:
             return y, None
-        # A graph of `after_head` alone, on a leaf: grad mode is off in the function around this.
+        # A graph of `after_head` alone, from a leaf: this runs inside an autograd function, which
+        # records nothing.
         with torch.set_grad_enabled(training):
             leaf = y.detach().requires_grad_(training)
             given = _HeadOutput.apply(leaf)
             made_by = given.grad_fn
             logits = self.after_head(given)
-        # The same tensor and node come back if nothing was done; an operation in place would
-        # return the same tensor with another node.
+        # The same tensor with the same node: `after_head` did nothing. An operation in place
+        # returns the same tensor, but with a new node.
         if logits is given and logits.grad_fn is made_by:
             return y, None
         # A copy, as the loss overwrites logits that this graph may have saved.
@@ -253,7 +263,7 @@ class HeadLoss(NamedTuple):
 
 
 class _HeadOutput(Function):
-    """Returns a leaf as a result, which a model may write into; it may not write into a leaf."""
+    """The identity: turns a leaf into a result, because torch forbids to write into a leaf."""
 
     @staticmethod
     def forward(ctx: Any, leaf: Tensor) -> Tensor:

@@ -1,13 +1,12 @@
-"""The linear of every mode, y = x W^T + b.
+"""The linear y = x W^T + b with a sharded weight, in every mode.
 
-B batch, S sequence, N tokens, I in features, O out features; x is [B, S, I], W is [O, I], y is
-[B, S, O].
+B batch, S sequence, I in features, O out features; x is [B, S, I], W is [O, I], y is [B, S, O].
 
 Six tensors may be communicated: x, w and y in forward, dy, dx and dw in backward.
 
     mode   column linear                                row linear
     mtp    dx: all-reduce                               y: all-reduce
-    msp    x: all-gather on S, kept; dx: r.-scatter     y: reduce-scatter on S; dy: all-gather
+    msp    x: all-gather on S, saved; dx: reduce-sc.    y: reduce-scatter on S; dy: all-gather
     fsp    as msp; x is gathered again in backward      as msp
     isp    w: all-gather; dw: reduce-scatter            the same
 
@@ -53,11 +52,11 @@ __all__ = [
 ]
 
 Collective = Callable[..., Pending]
-"""A collective, launched by a call with a tensor and its `tag`."""
+"""A function that launches a collective, given a tensor and its `tag`."""
 
 
 def _stay(x: Tensor, *, tag: Tag) -> Pending:
-    """Return x as it is: the collective of an activation that is not communicated."""
+    """Return x unchanged; used where an activation is not communicated."""
     return Pending.ready(x)
 
 
@@ -85,7 +84,10 @@ class Moves:
 
 
 def moves_for(mode: Mode, role: Role, tensor: Channel, *, sequence_dim: int = 1) -> Moves:
-    """Return the collectives over `tensor` that the table above gives a linear of `role`."""
+    """Return the collectives over `tensor` of a linear with `role` in `mode`, as the table has it.
+
+    The table is in this module's docstring. Sequences are gathered along `sequence_dim`.
+    """
     if tensor.size == 1:
         return Moves()
     gather = partial(tensor.all_gather, dim=sequence_dim)
@@ -105,25 +107,27 @@ def moves_for(mode: Mode, role: Role, tensor: Channel, *, sequence_dim: int = 1)
 
 
 class NeedsGrad(IntEnum):
-    """The use that the running backward pass has for an input's gradient; false if none."""
+    """The reason why the running backward pass needs an input's gradient; false if it does not."""
 
     NOTHING = 0
     """The gradient is not needed."""
     VALUE = 1
     """`torch.autograd.grad` returns the gradient, so it must exist when the backward returns."""
     FLOW = 2
-    """The gradient goes to the function that made the input, or is accumulated in the leaf."""
+    """The gradient goes to the node that made the input, or is accumulated into the leaf."""
 
 
 def needs_grad(ctx: Any, count: int) -> list[NeedsGrad]:
-    """Return the use of the gradient of each of the first `count` inputs, in the running backward.
+    """Return why the running backward pass needs the gradient of each of the first `count` inputs.
 
-    `ctx.needs_input_grad` only says which inputs could have a gradient; `autograd.grad(y, x)` and
-    `backward(inputs=[x])` compute fewer. All of the inputs but the last have to be tensors.
+    `ctx.needs_input_grad` says which inputs could have a gradient; `autograd.grad(y, x)` and
+    `backward(inputs=[x])` compute only some of these. All of the first `count` inputs but the last
+    must be tensors.
     """
     found, nodes = [], ctx.next_functions
     for index, needed in enumerate(ctx.needs_input_grad[:count]):
         try:
+            # The engine computes the gradient only if it will run the input's own node.
             runs = needed and will_run(nodes[index][0])
             found.append(_FLOW if runs else _NOTHING)
         except RuntimeError:  # torch raises for a leaf whose gradient `autograd.grad` returns
@@ -131,7 +135,7 @@ def needs_grad(ctx: Any, count: int) -> list[NeedsGrad]:
     return found
 
 
-# Constants: Python 3.11 takes as long to look up an enum's member as to call a function.
+# Constants, because Python 3.11 takes as long to look up an enum's member as to call a function.
 _NOTHING, _VALUE, _FLOW = NeedsGrad
 _FORWARD, _BACKWARD = Phase.FORWARD, Phase.BACKWARD
 _X, _Y = (Purpose.ACTIVATION, "x"), (Purpose.ACTIVATION, "y")
@@ -139,24 +143,23 @@ _DX, _DY = (Purpose.INPUT_GRADIENT, "dx"), (Purpose.OUTPUT_GRADIENT, "dy")
 
 
 class LinearLayer(ShardedLayer, Protocol):
-    """A layer that multiplies by its weight: a `ParallelLinear`, or a user's linear adapted."""
+    """A layer that multiplies by its weight: `ParallelLinear`, or a wrapper of a user's linear."""
 
     moves: Moves
+    """The collectives of its activations."""
     transposed: bool
-    """Whether the weight is [I, O]."""
+    """True if the weight is stored as [I, O], as in transformers' `Conv1D`; else [O, I]."""
 
 
 class _Linear(Function):
-    """forward   y = move_y(move_x(x) W^T + b)
-    dgrad     dx = move_dx(move_dy(dy) W)
-    wgrad     dW = move_dy(dy)^T move_x(x), db = sum of move_dy(dy), to the communicator
+    """The autograd function of a linear whose activations and weight may be communicated.
 
-    [Note: Order of the gradients] The gradient that has to be communicated is computed first, so
-    that computing the other hides its transfer: dW where weights are gathered, dx elsewhere.
-    dW needs no weight, so in the first case the gather has that much longer to arrive.
+    forward   y = move_y(move_x(x) W^T + b)
+    backward  dx = move_dx(move_dy(dy) W)
+              dW = move_dy(dy)^T move_x(x), db = sum of move_dy(dy), both to the communicator
 
-    [Note: Autocast] Autocast narrows the product in forward and is off in backward. There the
-    other factor is cast to the dtype of dy, and autograd casts the results to the inputs' dtypes.
+    Backward first computes the gradient that is communicated, so that computing the other hides
+    the transfer. See [Note: Order of the gradients] in docs/design/notes/layers.md.
     """
 
     @staticmethod
@@ -167,11 +170,12 @@ class _Linear(Function):
         full_x = _moved(moves.x, x, layer, _X)
         with communicator.unshard(layer, _FORWARD, weight, bias) as full:
             y = F.linear(full_x, full.weight.T if layer.transposed else full.weight, full.bias)
-        # Main gradients are found by their parameter. The saved weight will not do: where a part
-        # is recomputed, `saved_tensors` holds another tensor.
+        # The parameter itself, to find its main gradient: in a recomputed part, `saved_tensors`
+        # has a different tensor object.
         ctx.layer, ctx.parameter = layer, weight if isinstance(weight, nn.Parameter) else None
         need_x, need_w, _, _ = ctx.needs_input_grad
-        # dW needs x and dx needs W: a frozen weight keeps no input, a first layer no weight.
+        # dW needs x, and dx needs W: save no input for a frozen weight, and no weight for an input
+        # without gradient.
         saved_x = x if moves.regather_x else full_x
         ctx.save_for_backward(saved_x if need_w else None, weight if need_x else None)
         return writable(_moved(moves.y, y, layer, _Y))
@@ -181,7 +185,7 @@ class _Linear(Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         layer: LinearLayer = ctx.layer
         needs_x, needs_w, needs_b = needs_grad(ctx, 3)
-        x, weight = ctx.saved_tensors
+        x, weight = ctx.saved_tensors  # in a recomputed part, this runs the recompute
         moves, communicator = layer.moves, layer.communicator
         use = communicator.unshard(layer, _BACKWARD, weight) if needs_x else _NOTHING_READ
         dx = dw = db = dx_arriving = None
@@ -191,15 +195,15 @@ class _Linear(Function):
             if moves.regather_x and needs_w:
                 again = Tag(Purpose.REGATHERED_ACTIVATION, layer.name, "x")
                 x_arriving = moves.x(x, tag=again)
-            # [Note: Order of the gradients] Activations are communicated: dx first, and its
-            # transfer runs while dW is computed.
+            # [Note: Order of the gradients] If activations are communicated, dx first: it is in
+            # flight while dW is computed.
             if full is not None and not communicator.gathers_weights:
                 dx = _input_gradient(dy, full.weight, layer)
                 dx_arriving = moves.dx(dx, tag=Tag(Purpose.INPUT_GRADIENT, layer.name, "dx"))
             if needs_w:
                 full_x = x if x_arriving is None else x_arriving.wait()
                 flat_dy, flat_x = dy.flatten(0, -2), in_dtype(full_x.flatten(0, -2), dy.dtype)
-                # W [I, O] of a transposed layer has the gradient x^T dy.
+                # The gradient of a transposed weight W [I, O] is x^T dy.
                 left, right = (flat_x, flat_dy) if layer.transposed else (flat_dy, flat_x)
                 dw = communicator.add_product(
                     left,
@@ -212,8 +216,8 @@ class _Linear(Function):
                 db = dy.flatten(0, -2).sum(0)
                 returned = needs_b is _VALUE
                 db = communicator.grad_hook(db, module=layer, is_bias=True, returned=returned)
-            # Weights are communicated: dW is on its way by now, and the gathered weight has had
-            # the time of that product to arrive.
+            # If weights are communicated, dW first: it is in flight by now, and the gather of the
+            # weight had the time of the product to arrive.
             if full is not None and communicator.gathers_weights:
                 dx = _input_gradient(dy, full.weight, layer)
                 dx = _moved(moves.dx, dx, layer, _DX)
@@ -221,28 +225,32 @@ class _Linear(Function):
 
 
 _NOTHING_READ = nullcontext()
+"""The context of a backward that needs no weight."""
 
 
 def _moved(move: Collective, x: Tensor, layer: LinearLayer, what: tuple[Purpose, str]) -> Tensor:
-    """Return x after its collective, waiting for it."""
-    if move is _stay:  # makes no tag: this runs for every activation of every linear
+    """Run the collective `move` of x, wait for it and return its result."""
+    if move is _stay:  # without making a tag: this runs for every activation of every linear
         return x
     purpose, name = what
     return move(x, tag=Tag(purpose, layer.name, name)).wait()
 
 
 def in_dtype(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return x in `dtype`, without calling torch if it is: `to` is an operator in any case."""
+    """Return x in `dtype`; without a call of torch if x has it, as `to` costs a dispatch always."""
     return x if x.dtype == dtype else x.to(dtype)
 
 
 def _input_gradient(dy: Tensor, weight: Tensor, layer: LinearLayer) -> Tensor:
-    """Return dx = dy W, with W in the dtype of dy [Note: Autocast]."""
+    """Return dx = dy W, computed in the dtype of dy.
+
+    See [Note: Autocast] in docs/design/notes/layers.md.
+    """
     return dy @ in_dtype(weight.T if layer.transposed else weight, dy.dtype)
 
 
 def _product(x: Tensor, weight: Tensor, bias: Tensor | None, layer: LinearLayer) -> Tensor:
-    """Compute `_Linear`'s forward without an autograd node."""
+    """Return y of `_Linear`'s forward, without an autograd node."""
     x = _moved(layer.moves.x, x, layer, _X)
     with layer.communicator.unshard(layer, _FORWARD, weight, bias) as full:
         y = F.linear(x, full.weight.T if layer.transposed else full.weight, full.bias)
@@ -258,11 +266,12 @@ def multiply(x: Tensor, weight: Tensor, bias: Tensor | None, layer: LinearLayer)
 
 
 class ParallelLinear(ParallelModule):
-    """A linear y = x W^T + b with a sharded weight, whose activations are moved as the mode needs.
+    """A linear y = x W^T + b with a sharded weight, whose activations `moves` communicates.
 
     x [B, S, I] -> y [B, S, O], shapes before the move of x and after the move of y. A bias that is
     split like the outputs is added before the move of y. With `bias_after_move` the bias is
-    replicated and added after it: y is a sum over ranks, which would count the bias once for each.
+    replicated and added after the move: where y is summed over ranks, adding it before would count
+    it once for each rank.
     """
 
     weight: nn.Parameter
@@ -300,18 +309,18 @@ class ParallelLinear(ParallelModule):
     def forward(self, x: Tensor, weight: Tensor | None = None) -> Tensor:
         """Return y [B, S, O] for x [B, S, I]; without the bias if `skip_bias_add`.
 
-        `weight` [O, I] replaces the layer's own, in modes that gather no weights. If it is a
-        parameter, its gradient is delivered as the layer's own is, else autograd delivers it.
+        `weight` [O, I] replaces the layer's own weight, in modes that gather no weights. If it is
+        a parameter, its gradient is delivered like that of the layer's own; if not, by autograd.
         Raises ValueError if `weight` does not have the shape of the layer's shard, or if weights
         are gathered.
         """
         y = self.multiply(x, weight)
         if self.bias_after_move and not self.skip_bias_add and self.bias is not None:
-            y = y + self.bias.to(y.dtype)  # [Note: Autocast]
+            y = y + self.bias.to(y.dtype)  # autocast has narrowed y: keep its dtype
         return y
 
     def multiply(self, x: Tensor, weight: Tensor | None = None) -> Tensor:
-        """Return `forward`'s y without the bias that is added after the move of y."""
+        """Return y of `forward`, without the bias if that is added after the move of y."""
         own = self.weight
         if weight is None and own is None:
             raise ValueError(f"{self.title} has no weight of its own: call it with one")
@@ -329,4 +338,7 @@ class ParallelLinear(ParallelModule):
                 f" has shape {expected}"
             )
         if self.communicator.gathers_weights:
-            raise ValueError(f"{self.title}: in isp mode only a layer's own weight is gathered")
+            raise ValueError(
+                f"{self.title} was called with a weight, but in isp mode only a layer's own weight"
+                " is gathered: call it without one, or use another mode"
+            )

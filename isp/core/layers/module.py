@@ -1,9 +1,7 @@
 """`ParallelModule`, whose parameters are shards with layouts, and the drawing of initial values.
 
-[Note: Tiles] Random values are drawn by tiles of the whole parameter, each from a generator that is
-seeded with the run's seed, the parameter's name and the tile's index. A rank draws only the tiles
-that its shard overlaps, so values are the same in every layout, and a rank takes the time of its
-shard, plus that of tiles it shares. Tiles of this size take a tenth longer than one long tensor.
+Initial values are drawn tile by tile, so that they are the same in every layout. See
+[Note: Tiles] in docs/design/notes/layers.md.
 """
 
 from __future__ import annotations
@@ -31,7 +29,7 @@ __all__ = [
 
 
 _TILE = 128
-"""Rows and columns of a tile."""
+"""Rows and columns of a tile of random values."""
 
 
 class _Piece(NamedTuple):
@@ -46,7 +44,10 @@ class _Piece(NamedTuple):
 
 
 def _pieces(intervals: Iterable[Interval], side: int) -> Iterator[_Piece]:
-    """Yield the overlaps with tiles of `side` of a shard, given by its `intervals`."""
+    """Yield the overlaps of a shard with tiles of length `side`, along one dim.
+
+    `intervals` are the shard's parts of that dim.
+    """
     done = 0  # rows of the shard in earlier intervals
     for start, stop in intervals:
         for tile in range(start // side, -(-stop // side) if stop > start else 0):
@@ -58,32 +59,37 @@ def _pieces(intervals: Iterable[Interval], side: int) -> Iterator[_Piece]:
 
 @dataclass(frozen=True)
 class MasterStream:
-    """The random numbers of one parameter, which follow from the run's seed and its name alone.
+    """The random numbers of one parameter, which depend only on the run's seed and its name.
 
-    A parameter that is some rows of a larger one gets the numbers of these rows.
+    A parameter that consists of rows of a larger parameter gets the numbers of these rows.
     """
 
     seed: int
     name: str
-    """Name of the parameter, or of the larger one."""
+    """Name of the parameter, or of the larger parameter."""
     first: int = 0
-    """Index of the first row in the larger parameter."""
+    """Index of the parameter's first row in the larger parameter."""
     whole: int | None = None
-    """Rows of the larger parameter; None: there is none."""
+    """Number of rows of the larger parameter; None: there is no larger parameter."""
 
     @property
     def generator_seed(self) -> int:
+        """The seed of a `torch.Generator`, from a hash of seed and name."""
         digest = hashlib.sha256(f"{self.seed}/{self.name}".encode()).digest()
         return int.from_bytes(digest[:8], "little")
 
     def drawn(
         self, layout: ParameterLayout, fill: Callable[[Tensor, torch.Generator], object]
     ) -> Tensor:
-        """Return this rank's shard of the values `fill` draws, float32 on CPU [Note: Tiles]."""
+        """Return this rank's shard of the values that `fill` draws, float32 on CPU.
+
+        Draws only the tiles that the shard overlaps. See [Note: Tiles] in
+        docs/design/notes/layers.md.
+        """
         rows, *rest = layout.global_shape
         shape = rows if self.whole is None else self.whole, math.prod(rest)
-        # The parameter is tiled as a matrix [rows, all else]. A cut along a later dim of three or
-        # more is no interval of its columns, so all tiles are drawn and the shard is taken out.
+        # The parameter is tiled as a matrix [rows, product of the other dims]. With three or more
+        # dims, a cut along a later one is no interval of columns: draw all and take the shard.
         if layout.dim and len(rest) > 1:
             whole = replace(layout, dim=0, parts=1, index=0, segments=())
             return layout.shard(self.drawn(whole, fill)).contiguous()
@@ -101,7 +107,7 @@ class MasterStream:
         for place in product(*pieces):
             begin = [piece.tile * side for piece, side in zip(place, sides, strict=True)]
             size = [min(side, n - a) for a, side, n in zip(begin, sides, shape, strict=True)]
-            # The tile is drawn whole, with the seed of its index: the ranks that share it agree.
+            # The whole tile is drawn, seeded by its index: ranks that share it get equal values.
             name = f"{self.name}/{place[0].tile}/{place[1].tile}"
             generator.manual_seed(MasterStream(self.seed, name).generator_seed)
             tile = torch.empty(size)
@@ -113,7 +119,8 @@ class MasterStream:
 class ParallelModule(nn.Module):
     """A module whose parameters are shards, with a layout for each.
 
-    `name` is its qualified name in the whole model, under which its transfers are logged.
+    `name` is the module's qualified name in the whole model, which `bind_names` sets and logs of
+    transfers show.
     """
 
     weight_name = "weight"
@@ -125,7 +132,7 @@ class ParallelModule(nn.Module):
 
     @property
     def title(self) -> str:
-        """The module's name for messages: its qualified name, or its type."""
+        """The module's name in messages: its qualified name, or its type's if it has none."""
         return self.name or type(self).__name__
 
     def add_shard(
@@ -138,12 +145,14 @@ class ParallelModule(nn.Module):
 
 
 class RowsOf(NamedTuple):
-    """Rows of a parameter as a checkpoint names it."""
+    """Some rows of a parameter of a checkpoint."""
 
     name: str
+    """Name of the parameter in the checkpoint."""
     first: int = 0
+    """Index of the first of these rows."""
     whole: int | None = None
-    """Rows of the whole parameter; None: these rows are all of it."""
+    """Number of rows of the whole parameter; None: these are all its rows."""
 
     def whole_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Return the shape of the whole parameter, given the `shape` of these rows."""
@@ -151,10 +160,10 @@ class RowsOf(NamedTuple):
 
 
 def named_parameters(model: nn.Module) -> Iterator[ShardedParameter]:
-    """Yield the parameters of a model of `ParallelModule`s with layouts, in order of declaration.
+    """Yield the parameters of a model of `ParallelModule`s, with their layouts.
 
-    A shared parameter comes once, under its first name. Raises TypeError for a parameter of a
-    module that declares no layout.
+    In the order in which modules register them. A shared parameter is yielded once, with its first
+    name. Raises TypeError for a parameter of a module that is no `ParallelModule`.
     """
     seen: set[int] = set()
     for prefix, module in model.named_modules():

@@ -1,4 +1,4 @@
-"""`RankLayers`, which turns a mode into the layouts and collectives of a rank's layers."""
+"""`RankLayers`: the layouts and collectives of a rank's layers in its mode."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ __all__ = ["RankLayers", "logit_exchange"]
 
 
 def logit_exchange(tensor: Channel) -> Moves:
-    """Return the moves of logits [B, S/p, V] to [B, S, V/p], and of their gradient back."""
+    """Return the all-to-all of logits [B, S/p, V] -> [B, S, V/p], and that of their gradient."""
 
     def spread(x: Tensor, *, tag: Tag) -> Pending:
         tag = tag._replace(purpose=Purpose.LOGITS)
@@ -46,11 +46,11 @@ def logit_exchange(tensor: Channel) -> Moves:
 
 @dataclass(frozen=True, kw_only=True)
 class RankLayers:
-    """The split of a model's layers in one mode over given channels.
+    """The split of a model's layers over ranks, in one mode over given channels.
 
-    In isp mode a weight is cut by rows over the weight group, and every rank computes all features
-    of its tokens. In the other modes it is cut by outputs (column) or inputs (row) over the tensor
-    group, and every rank computes its features of all tokens.
+    In isp mode a weight is cut by rows over the weight group, and a rank computes all features of
+    its own tokens. In the other modes a weight is cut by outputs (column) or inputs (row) over the
+    tensor group, and a rank computes its part of the features of all tokens.
     """
 
     mode: Mode
@@ -63,23 +63,25 @@ class RankLayers:
     expert: Channel = field(default_factory=Channel.solo)
     """The ranks that have different experts of a layer, and send each other tokens."""
     expert_chunks: int = 1
-    """Number of pieces a rank's tokens are sent in; each is sent while the one before is
-    computed."""
+    """Number of chunks in which a rank's tokens are sent to experts; a chunk is sent while the
+    chunk before is computed."""
     experts_stay: bool = False
-    """Each expert is on one rank as a whole, so that none is gathered."""
+    """True if each expert is whole on one rank, so that no expert's weights are gathered."""
     device: torch.device
+    """Device of the layers."""
     dtype: torch.dtype
+    """Dtype of the weights."""
     embed_split_hidden: bool = False
-    """isp: cut the embedding table by hidden features, not by vocabulary."""
+    """isp: the embedding table is cut by hidden features instead of vocabulary."""
     host: HostMemory | None = None
-    """Host memory for block inputs that are not kept on the device; None: they are kept there."""
+    """Host memory for the inputs of recomputed blocks; None: they are kept on the device."""
     sequence: SequenceRanks | None = None
     """isp: head and context ranks of the tensor group; None: each rank attends with some heads to
     the whole sequence."""
     vocab_parallel_loss: bool = False
-    """isp: exchange logits, so that a rank has a slice of the logits of all tokens."""
+    """isp: logits are exchanged, so that a rank has a slice of the logits of all tokens."""
     everyone: Channel = field(default_factory=Channel.solo)
-    """All ranks, for values in CPU memory from which all make the same choice."""
+    """All ranks, to exchange values in CPU memory on which all ranks base the same choice."""
 
     @property
     def splits_features(self) -> bool:
@@ -88,29 +90,35 @@ class RankLayers:
 
     @property
     def token_ranks(self) -> Channel:
-        """The ranks over which a sequence's tokens are split between linears split by features."""
+        """The ranks that a sequence's tokens are split over outside of regions; in mtp, this rank.
+
+        In a region, between column and row linears, a rank has all tokens.
+        """
         return self.tensor if self.mode.splits_sequence else Channel.solo("tensor")
 
     def attention(
         self, local: LocalAttention, *, scale: float | None = None, softcap: float | None = None
     ) -> DistributedAttention:
-        """Return attention to whole sequences by `local`, which has this `scale` and `softcap`."""
+        """Return attention to whole sequences that calls `local` on a rank's heads and tokens.
+
+        `local` applies `scale` and `softcap`.
+        """
         if self.splits_features:  # a rank has all tokens of its heads
             return DistributedAttention(local, Channel.solo("tensor"))
         ranks = self.sequence or SequenceRanks.by_heads(self.tensor)
-        # A ring merges results by log-sum-exp, which no kernel with a soft cap returns.
+        # A ring merges partial results by log-sum-exp, which no kernel with a soft cap returns.
         return ranks.attention(local, may_ring=softcap is None)
 
     def recurrence(self, kind: Recurrence) -> Recurrence:
-        """Return the scan of this rank's segments (the planner puts a dry one in its place)."""
+        """Return `kind`, the scan of this rank's segments; the planner returns a dry one."""
         return kind
 
     def tiles(self, parts: Sequence[slice]) -> Iterable[slice]:
-        """Return all slices of a computation (the planner runs one of each size)."""
+        """Return all `parts` of a computation; the planner returns only one of each size."""
         return parts
 
     def each_tile(self, tiles: Sequence[slice]) -> Iterable[slice]:
-        """Return all tiles of a module, each of which may contain transfers."""
+        """Return all tiles of tokens that a module runs; a tile may contain transfers."""
         return tiles
 
     @property
@@ -127,7 +135,7 @@ class RankLayers:
     def recomputing(self) -> Iterator[None]:
         """Mark forward passes in this context as recomputation, for the log and communicator."""
         log = self.tensor.log
-        before = log.phase, log.block
+        before = log.phase, log.block  # a recompute runs in the middle of a backward
         log.enter(Phase.RECOMPUTE, log.block)
         try:
             with self.communicator.recomputing():
@@ -138,6 +146,7 @@ class RankLayers:
     def logit_shard(self, vocab_size: int, compile: CompileWhen = False) -> LogitShard:
         """Return the part of a token's logits that this rank's losses read; see `LogitShard`."""
         channel = self.tensor if self.splits_logits else Channel.solo("tensor")
+        # The vocabulary is cut as by `torch.chunk`: the last ranks may have fewer logits, or none.
         first = channel.rank * math.ceil(vocab_size / channel.size)
         return LogitShard(channel, first, vocab_size, compile)
 
@@ -150,7 +159,7 @@ class RankLayers:
         after_head: Callable[[Tensor], Tensor] | None = None,
         compile: CompileWhen = False,
     ) -> HeadLoss:
-        """Return the losses of `head`'s logits, `chunk_tokens` tokens at a time; see `HeadLoss`."""
+        """Return the losses of `head`, for `chunk_tokens` tokens at a time; see `HeadLoss`."""
         return HeadLoss(
             head,
             moves=head.moves if self.splits_features else self.logit_moves,
@@ -162,7 +171,7 @@ class RankLayers:
 
     @property
     def logit_moves(self) -> Moves:
-        """isp: the collectives between the logits a rank computes and those its loss reads."""
+        """isp: the collectives from logits as a rank computes them to those that its loss reads."""
         return logit_exchange(self.tensor) if self.vocab_parallel_loss else Moves()
 
     def sharded_layout(
@@ -179,22 +188,25 @@ class RankLayers:
         )
 
     def expert_layout(self, shape: tuple[int, ...]) -> ParameterLayout:
-        """Return the layout of experts [E, ..]: cut over expert ranks, then expert weight ranks."""
+        """Return the layout of a stack of experts [E, ..]: cut along E over the weight group.
+
+        The cut is first over expert ranks, then over the expert weight ranks of each.
+        """
         return replace(self.sharded_layout(shape, dim=0), groups=self.expert.size)
 
     def expert_bounds(self, num_experts: int) -> list[int]:
-        """Return the first expert of each expert rank, and after them `num_experts`."""
+        """Return the index of the first expert of each expert rank, followed by `num_experts`."""
         size = self.expert.size
         return [*(chunk_range(num_experts, size, i).start for i in range(size)), num_experts]
 
     def replicated_layout(
         self, shape: tuple[int, ...], sees_part: bool | None = None
     ) -> ParameterLayout:
-        """Return the layout of a parameter that every rank holds whole.
+        """Return the layout of a parameter that is whole on every rank.
 
-        If the tensor ranks see the same tokens and features (mtp), their gradients are equal and
-        only the data ranks' are summed. If each sees its own (`sees_part`: its tokens, or its
-        heads), the gradients are partial sums over the whole stage.
+        `sees_part`: True if tensor ranks apply it to different tokens or heads, so that gradients
+        are summed over the whole stage; False if they apply it to the same values, so that their
+        gradients are equal and summed over data ranks only. None: True if the mode splits tokens.
         """
         if sees_part is None:
             sees_part = self.mode.splits_sequence

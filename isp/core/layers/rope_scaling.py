@@ -1,6 +1,6 @@
 """The keys of `model.rope_scaling`: rotary positions in contexts longer than those of training.
 
-In a file without torch, as configurations are read before torch is imported.
+This file does not import torch: a configuration is read before torch is loaded.
 """
 
 from __future__ import annotations
@@ -22,21 +22,23 @@ class RopeScalingType(StrEnum):
     NONE = "none"
     """No scaling."""
     LINEAR = "linear"
-    """All frequencies divided by `factor`."""
+    """All frequencies are divided by `factor`."""
     NTK = "ntk"
     """A larger base: transformers' `dynamic` rule at one fixed length, `target_length`."""
     YARN = "yarn"
-    """High frequencies kept, low ones divided by `factor`, a ramp between; logits scaled."""
+    """High frequencies are kept, low ones divided by `factor`, with a ramp between by dim; logits
+    are scaled."""
     LLAMA3 = "llama3"
-    """As yarn in spirit, with the ramp over wavelengths and no scaling of the logits."""
+    """High frequencies are kept, low ones divided by `factor`, with a ramp between by wavelength;
+    logits are not scaled."""
 
 
 @section("model.rope_scaling", KeyRole.MODEL)
 class RopeScaling:
-    """`model.rope_scaling`; `type` says which of the fields below it are read."""
+    """`model.rope_scaling`; `type` determines which of the other keys are read."""
 
     type: Annotated[RopeScalingType, Field(strict=False)] = RopeScalingType.NONE
-    """Kind of scaling."""
+    """Method of scaling: none, linear, ntk, yarn or llama3."""
     factor: Annotated[float, Field(ge=1, le=1e6)] = 1.0
     """Factor by which the context is extended, at least 1."""
     original_max_position_embeddings: CountOrZero = 0
@@ -57,11 +59,13 @@ class RopeScaling:
     """yarn divides frequencies with at most this many rotations over the original context by
     `factor`."""
     truncate: bool = True
-    """Whether yarn rounds the ends of its ramp outwards to whole dims."""
+    """yarn: round the ends of the ramp outwards to whole dims."""
     low_freq_factor: Positive = 1.0
-    """llama3 divides frequencies of wavelengths above original / this, in tokens, by `factor`."""
+    """llama3 divides a frequency by `factor` if its wavelength in tokens is above
+    original_max_position_embeddings / low_freq_factor."""
     high_freq_factor: Positive = 4.0
-    """llama3 keeps frequencies of wavelengths below original / this, in tokens."""
+    """llama3 keeps a frequency if its wavelength in tokens is below
+    original_max_position_embeddings / high_freq_factor."""
 
     def __post_init__(self) -> None:
         needs_original = (RopeScalingType.NTK, RopeScalingType.YARN, RopeScalingType.LLAMA3)
@@ -84,7 +88,7 @@ class RopeScaling:
 
     @property
     def logit_scale(self) -> float:
-        """The factor on cos and sin; q and k both have it, so logits get its square."""
+        """The factor on cos and sin. It multiplies q and k, so logits are scaled by its square."""
         if self.type is not RopeScalingType.YARN:
             return 1.0
         if self.attention_factor is not None:
@@ -94,12 +98,12 @@ class RopeScaling:
         return self._mscale(1.0)
 
     def base_factor(self, head_dim: int) -> float:
-        """Return ntk's factor on the base, for heads of `head_dim` features."""
+        """Return the factor by which ntk multiplies the base, for heads of `head_dim` features."""
         original = self.original_max_position_embeddings
         length = max(self.target_length or self.factor * original, original)
         stretch = self.factor * length / original - (self.factor - 1)
         return float(stretch ** (head_dim / (head_dim - 2)))
 
     def _mscale(self, weight: float) -> float:
-        """Return yarn's attention factor with this weight; Peng et al. 2023 use 1."""
+        """Return yarn's attention factor, 0.1 weight ln(factor) + 1; Peng et al. 2023: weight 1."""
         return 0.1 * weight * math.log(self.factor) + 1.0

@@ -1,4 +1,4 @@
-"""SwiGLU's product of gate and up, which saves nothing but its inputs for backward.
+"""The product silu(gate) * up of SwiGLU, which saves only its inputs for backward.
 
 Source: Shazeer 2020 (GLU Variants Improve Transformer).
 """
@@ -18,10 +18,10 @@ __all__ = ["swiglu"]
 
 
 def swiglu(gate: Tensor, up: Tensor, *, compiled: bool = False) -> Tensor:
-    """Return silu(gate) * up, of [.., F] each; backward computes silu(gate) again.
+    """Return silu(gate) * up; both are [.., F]. Backward computes silu(gate) again.
 
-    `compiled`: forward and backward are one kernel each ([Note: Compiled] in
-    `isp.core.layers.compiled`).
+    With `compiled`, forward and backward are one kernel each. See [Note: Compiled] in
+    docs/design/notes/layers.md.
     """
     if not (compiled or torch.is_grad_enabled()):
         return F.silu(gate).mul_(up)
@@ -30,6 +30,8 @@ def swiglu(gate: Tensor, up: Tensor, *, compiled: bool = False) -> Tensor:
 
 
 class _SwiGLU(Function):
+    """The autograd function of silu(gate) * up."""
+
     @staticmethod
     def forward(ctx: Any, gate: Tensor, up: Tensor, compiled: bool) -> Tensor:
         ctx.save_for_backward(gate, up)
@@ -50,11 +52,13 @@ class _SwiGLU(Function):
 
 @lazily_compiled
 def _product(gate: Tensor, up: Tensor) -> Tensor:
+    """Return silu(gate) * up, computed in float32 or wider and rounded once."""
     return (F.silu(widened(gate)) * widened(up)).to(gate.dtype)
 
 
 @lazily_compiled
 def _gradients(gate: Tensor, up: Tensor, dy: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the gradients of gate and up, computed in float32 or wider and rounded once."""
     dtype, gate, up, dy = gate.dtype, widened(gate), widened(up), widened(dy)
     sigmoid = gate.sigmoid()
     d_gate = dy * up * sigmoid * (1 + gate * (1 - sigmoid))

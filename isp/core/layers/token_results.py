@@ -1,12 +1,12 @@
 """Per-token results of logits, such as log-probabilities, with gradients.
 
-A kind of result is a rule: its arithmetic and that of its gradient (`ResultRules` and below).
-`results_of_head` applies a rule to the logits of a head, one loss chunk of tokens at a time, so
-that the logits never exist all at once; `results_of_logits` to logits that exist as a whole.
+Each kind of result is a subclass of `ResultRules`, which computes the results and their gradient.
+`results_of_head` applies it to the logits of a head, one loss chunk of tokens at a time, so that
+the logits never exist all at once; `results_of_logits` applies it to logits that exist as a whole.
 
-B batch, S' the tokens of a rank, D hidden size, V logits of a token, V' those of a rank, K results
-of a token; p ranks that share the logits of their tokens (1 if each computes its own), n = p S';
-m labels, c loss chunks.
+B batch, D hidden size, V vocabulary, K results of a token; S' positions of the sequence on a rank;
+V' logits of a token on a rank; p ranks that split the logits of all their tokens (1 if each rank
+has all logits of its own tokens), n = p S'; m labels, c loss chunks.
 """
 
 from __future__ import annotations
@@ -48,15 +48,16 @@ _LOGITS, _MAX, _SUM = (Tag(Purpose.LOSS, tensor=f"results.{x}") for x in ("logit
 
 
 class RowLabels(NamedTuple):
-    """Labels of hidden rows, any number for each row, in any order.
+    """Labels of hidden rows: any number of labels for each row, in any order.
 
     Example: the hidden row of a prompt's last token predicts the first token of every answer.
     """
 
     tokens: Tensor
-    """The labels, `IGNORED` for none; int64, [m]."""
+    """The labels [m], int64; `IGNORED`: a label without a score."""
     rows: Tensor
-    """Index of each label's hidden row in the flattened rows [B, n]; int64, [m], in host memory."""
+    """The index [m] of each label's row in the flattened rows [B n], int64. On the host, because
+    loss chunks are cut by it without waiting for the device."""
 
 
 # -- the rules -------------------------------------------------------------------------------------
@@ -66,68 +67,74 @@ class ResultRules(ABC):
     """A kind of per-token result of logits and its gradient, computed in float32 or wider."""
 
     needs_logits = False
-    """True if `gradient` reads the logits, False if only their shape and dtype."""
+    """True if `gradient` reads the logits; False if it reads only their shape and dtype."""
 
     @property
     def num_buffers(self) -> int:
-        """Number of tensors of the logits' size that exist at a time, the logits included."""
+        """Number of tensors with the logits' size that exist at a time, including the logits."""
         return 1
 
     @abstractmethod
-    def find(self, logits: Tensor, beside: Any, shard: LogitShard) -> tuple[Tensor, Tensor | None]:
+    def find(self, logits: Tensor, inputs: Any, shard: LogitShard) -> tuple[Tensor, Tensor | None]:
         """Return the results [B, n, K], and a tensor to save for `gradient` (or None).
 
-        `logits` [B, n, V'] may be overwritten if they are float32 or wider; `beside` [B, n, ..]
-        holds further inputs of each token, such as its target.
+        `logits` [B, n, V'] may be overwritten if they are float32 or wider. `inputs` [B, n, ..] are
+        numbers given for each token, such as its target.
         """
 
     @abstractmethod
     def gradient(
-        self, logits: Tensor, beside: Any, kept: Any, given: Tensor, shard: LogitShard
+        self, logits: Tensor, inputs: Any, kept: Any, given: Tensor, shard: LogitShard
     ) -> Tensor:
-        """Return the gradient of the logits, in their dtype, perhaps overwriting them.
+        """Return the gradient of the logits, in their dtype; the logits may be overwritten.
 
-        `kept` is the tensor that `find` saved; `given` is the gradient of the results.
+        `kept` is the tensor that `find` returned to save; `given` [B, n, K] is the gradient of the
+        results.
         """
 
 
 class AllLogits(ResultRules):
     """All V logits of a token."""
 
-    def find(self, logits: Tensor, beside: Tensor, shard: LogitShard) -> tuple[Tensor, None]:
+    def find(self, logits: Tensor, inputs: Tensor, shard: LogitShard) -> tuple[Tensor, None]:
+        # Padded to the same number on each rank, for the gather; the last ranks may have less.
         each = math.ceil(shard.vocab_size / shard.channel.size)
         own = F.pad(widened(logits), (0, each - logits.shape[-1]))
         return _joined(own, shard.channel)[..., : shard.vocab_size], None
 
     def gradient(
-        self, logits: Tensor, beside: Tensor, kept: None, given: Tensor, shard: LogitShard
+        self, logits: Tensor, inputs: Tensor, kept: None, given: Tensor, shard: LogitShard
     ) -> Tensor:
         return given[..., shard.first : shard.first + logits.shape[-1]].to(logits.dtype)
 
 
 class PickedLogits(ResultRules):
-    """The logits of the vocabulary entries `beside` [.., K]."""
+    """The logits of K vocabulary entries of each token; `inputs` [.., K] are these entries."""
 
-    def find(self, logits: Tensor, beside: Tensor, shard: LogitShard) -> tuple[Tensor, None]:
-        return _picked(logits, beside, shard), None
+    def find(self, logits: Tensor, inputs: Tensor, shard: LogitShard) -> tuple[Tensor, None]:
+        return _picked(logits, inputs, shard), None
 
     def gradient(
-        self, logits: Tensor, beside: Tensor, kept: None, given: Tensor, shard: LogitShard
+        self, logits: Tensor, inputs: Tensor, kept: None, given: Tensor, shard: LogitShard
     ) -> Tensor:
         zeros = given.new_zeros(logits.shape)
-        return _add_to_picked(zeros, beside, given, shard).to(logits.dtype)
+        return _add_to_picked(zeros, inputs, given, shard).to(logits.dtype)
 
 
 @dataclass(frozen=True)
 class TopLogits(ResultRules):
-    """The `top` = K/2 largest logits, followed by their vocabulary entries, without a gradient.
+    """The largest logits of each token, followed by their vocabulary entries.
 
-    The entries are numbers of the results' dtype, float32 or wider: exact up to 2^24.
+    The entries have no gradient. They are numbers of the results' dtype, float32 or wider, which
+    is exact up to 2^24.
     """
 
     top: int
+    """Number of logits, K / 2."""
 
-    def find(self, logits: Tensor, beside: Tensor, shard: LogitShard) -> tuple[Tensor, Tensor]:
+    def find(self, logits: Tensor, inputs: Tensor, shard: LogitShard) -> tuple[Tensor, Tensor]:
+        # The largest of all ranks are among the largest of each rank. A rank with fewer logits
+        # than `top` pads with -inf, since ranks gather equal sizes.
         values, tokens = logits.topk(min(self.top, logits.shape[-1]), -1)
         missing = (0, self.top - values.shape[-1])
         values = _joined(F.pad(widened(values), missing, value=-math.inf), shard.channel)
@@ -137,14 +144,17 @@ class TopLogits(ResultRules):
         return torch.cat([values, tokens.to(values.dtype)], -1), tokens
 
     def gradient(
-        self, logits: Tensor, beside: Tensor, kept: Tensor, given: Tensor, shard: LogitShard
+        self, logits: Tensor, inputs: Tensor, kept: Tensor, given: Tensor, shard: LogitShard
     ) -> Tensor:
         zeros = given.new_zeros(logits.shape)
         return _add_to_picked(zeros, kept, given[..., : self.top], shard).to(logits.dtype)
 
 
 class TokenLossRules(ResultRules):
-    """The cross-entropy of targets [B, n], with the bits of the loss; 0 at `IGNORED`; [B, n, 1]."""
+    """The cross-entropy [B, n, 1] of targets [B, n], with the same bits as the training loss.
+
+    It is 0 where the target is `IGNORED`.
+    """
 
     needs_logits = True
 
@@ -163,7 +173,7 @@ class TokenLossRules(ResultRules):
 
 @dataclass(frozen=True)
 class _Scaled(ResultRules):
-    """Results of logits / `temperature`."""
+    """Base of rules for logits that are divided by a temperature first."""
 
     temperature: float = 1.0
 
@@ -179,8 +189,8 @@ class _Scaled(ResultRules):
 class TokenScoreRules(_Scaled):
     """Scores of labels: log-probability, log-sum-exp and, with `entropy`, the entropy.
 
-    Labels are one for each token, [B, n] -> [B, n, K], or `RowLabels`, [m] -> [m, K]. All scores
-    are 0, without a gradient, where the label is `IGNORED`.
+    `inputs` are one label for each token, [B, n] -> [B, n, K], or `RowLabels`, [m] -> [m, K]. All
+    scores are 0, without a gradient, where the label is `IGNORED`.
     """
 
     entropy: bool = False
@@ -192,7 +202,9 @@ class TokenScoreRules(_Scaled):
     def find(
         self, logits: Tensor, labels: Tensor | RowLabels, shard: LogitShard
     ) -> tuple[Tensor, Tensor]:
-        """Return the scores; save the log-sum-exp and the entropy of each row for `gradient`."""
+        """Return the scores, and the log-sum-exp and entropy of each row to save."""
+        # With z = logits / temperature - max: log-probability = z[label] - log sum exp(z), and
+        # entropy = log sum exp(z) - sum(exp(z) z) / sum exp(z).
         z, channel = self._scaled(logits), shard.channel
         tokens, rows = _tokens_and_rows(labels)
         top = channel.all_reduce(z.amax(-1), op="max", tag=_MAX).wait()
@@ -227,7 +239,12 @@ class TokenScoreRules(_Scaled):
         given: Tensor,
         shard: LogitShard,
     ) -> Tensor:
-        """Return the gradient of the logits, in place; `known` is the tensor that `find` saved."""
+        """Return the gradient of the logits, in their memory.
+
+        `known` [B, n, 1 or 2] are the log-sum-exp and the entropy that `find` returned to save.
+        """
+        # With p = softmax(logits / temperature): dlog_prob = onehot(label) - p, dlse = p and
+        # dentropy = -p (log p + entropy), each divided by the temperature.
         tokens, rows = _tokens_and_rows(labels)
         z = self._scaled(logits).sub_(known[..., :1])  # log-probabilities
         given = given.masked_fill((tokens == IGNORED).unsqueeze(-1), 0) / self.temperature
@@ -248,15 +265,18 @@ class TokenScoreRules(_Scaled):
 
 
 class DivergenceRules(_Scaled):
-    """The Kullback-Leibler divergence sum q log(q / p) from a teacher's distribution, [B, n, 1].
+    """The Kullback-Leibler divergence [B, n, 1] from a teacher's distribution: sum q log(q / p).
 
-    p is the softmax of logits / `temperature`; q [B, n, K] are the teacher's probabilities of its
-    K most likely tokens. `beside` [B, n, 2 K] holds log q, then these tokens.
+    p is the softmax of logits / `temperature`; q [B, n, K] are the teacher's probabilities of the
+    teacher's K most likely tokens. `inputs` [B, n, 2 K] are log q, followed by these tokens.
     """
 
-    def find(self, logits: Tensor, beside: Tensor, shard: LogitShard) -> tuple[Tensor, Tensor]:
-        """Return the divergences and the log-sum-exps of logits / temperature, [B, n, 1] each."""
-        log_q, tokens = beside.chunk(2, -1)
+    def find(self, logits: Tensor, inputs: Tensor, shard: LogitShard) -> tuple[Tensor, Tensor]:
+        """Return the divergences, and the log-sum-exps of logits / temperature to save.
+
+        Both are [B, n, 1].
+        """
+        log_q, tokens = inputs.chunk(2, -1)
         z, channel = self._scaled(logits), shard.channel
         picked = _picked(z, tokens.long(), shard)
         top = channel.all_reduce(z.amax(-1, keepdim=True), op="max", tag=_MAX).wait()
@@ -266,9 +286,10 @@ class DivergenceRules(_Scaled):
         return found, lse
 
     def gradient(
-        self, logits: Tensor, beside: Tensor, lse: Tensor, given: Tensor, shard: LogitShard
+        self, logits: Tensor, inputs: Tensor, lse: Tensor, given: Tensor, shard: LogitShard
     ) -> Tensor:
-        log_q, tokens = beside.chunk(2, -1)
+        log_q, tokens = inputs.chunk(2, -1)
+        # dlogits = (p sum(q) - q) / temperature; the sum is below 1 if the teacher's K are not all.
         q = log_q.exp()
         given = given / self.temperature
         z = self._scaled(logits).sub_(lse).exp_()
@@ -278,13 +299,14 @@ class DivergenceRules(_Scaled):
 
 
 def _joined(x: Tensor, channel: Channel) -> Tensor:
-    """Return x of all ranks, concatenated along the last dim."""
+    """Return x of all ranks of the channel, concatenated along the last dim."""
     return channel.all_gather(x, -1, tag=_LOGITS).wait()
 
 
 def _picked(logits: Tensor, tokens: Tensor, shard: LogitShard) -> Tensor:
-    """Return the logits of `tokens` [.., K], whichever rank holds them."""
+    """Return the logits of the vocabulary entries `tokens` [.., K], of all ranks."""
     local, held = places_of(tokens, shard.first, logits.shape[-1])
+    # One rank holds each logit and the others add 0. A rank without logits takes part, too.
     own = logits.gather(-1, local) if logits.shape[-1] else logits.new_zeros(tokens.shape)
     return shard.channel.all_reduce(widened(own).masked_fill(~held, 0), tag=_LOGITS).wait()
 
@@ -311,17 +333,17 @@ def _add_to_picked(
 
 
 def _tokens_and_rows(labels: Tensor | RowLabels) -> tuple[Tensor, Tensor | None]:
-    """Return labels, and the index of each one's row; None if each row has one label."""
+    """Return the labels, and the index of each label's row; None if each row has one label."""
     return labels if isinstance(labels, RowLabels) else (labels, None)
 
 
 def _of_labels(x: Tensor, rows: Tensor | None) -> Tensor:
-    """Return the value of each label's row: [B, n] -> [B, n], or [m] with `rows`."""
+    """Return, for each label, the value of its row in x [B, n]: [B, n], or [m] with `rows`."""
     return x if rows is None else x.flatten()[rows]
 
 
 def _places(rows: Tensor, logits: Tensor) -> tuple[Tensor, Tensor]:
-    """Return batch row and position of flattened rows [m] of `logits` [B, n, V']; [m] each."""
+    """Return the indices into dim 0 and dim 1 of `logits` [B, n, V'] of flattened rows [m]."""
     # Two indices instead of a flattened view, which logits with other strides do not have.
     return rows // logits.shape[1], rows % logits.shape[1]
 
@@ -330,20 +352,22 @@ def _places(rows: Tensor, logits: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class _OfLogits(Function):
-    """forward   the results of logits
-    backward  dlogits, from logits that are scaled and shifted again
+    """The autograd function of the results of a model's logits.
+
+    forward   the results of a copy of the logits, as rules overwrite it
+    backward  dlogits, from another copy
     """
 
     @staticmethod
     def forward(
-        ctx: Any, logits: Tensor, beside: Tensor | RowLabels, rules: ResultRules, shard: LogitShard
+        ctx: Any, logits: Tensor, inputs: Tensor | RowLabels, rules: ResultRules, shard: LogitShard
     ) -> Tensor:
-        # Rules leave narrower logits as they are, so evaluation in bfloat16 copies none.
+        # Rules overwrite only logits in float32 or wider: bfloat16 needs no copy.
         is_wide = logits.dtype == torch.promote_types(logits.dtype, torch.float32)
-        found, kept = rules.find(logits.clone() if is_wide else logits, beside, shard)
-        # Saved, so that torch raises in backward if labels have been written in place since.
-        ctx.of_rows = isinstance(beside, RowLabels)
-        ctx.save_for_backward(logits, kept, *(beside if ctx.of_rows else (beside,)))
+        found, kept = rules.find(logits.clone() if is_wide else logits, inputs, shard)
+        # Saved, not kept on ctx: torch raises in backward if labels were written in place since.
+        ctx.of_rows = isinstance(inputs, RowLabels)
+        ctx.save_for_backward(logits, kept, *(inputs if ctx.of_rows else (inputs,)))
         ctx.rules, ctx.shard = rules, shard
         return found
 
@@ -351,29 +375,35 @@ class _OfLogits(Function):
     @once_differentiable
     def backward(ctx: Any, given: Tensor) -> tuple[Tensor | None, ...]:
         logits, kept, *saved = ctx.saved_tensors
-        beside = RowLabels(*saved) if ctx.of_rows else saved[0]
-        dlogits = ctx.rules.gradient(logits.clone(), beside, kept, given, ctx.shard)
+        inputs = RowLabels(*saved) if ctx.of_rows else saved[0]
+        dlogits = ctx.rules.gradient(logits.clone(), inputs, kept, given, ctx.shard)
         return dlogits, None, None, None
 
 
 def results_of_logits(
-    logits: Tensor, beside: Tensor | RowLabels, rules: ResultRules, shard: LogitShard
+    logits: Tensor, inputs: Tensor | RowLabels, rules: ResultRules, shard: LogitShard
 ) -> Tensor:
-    """Return the results of a model's logits [B, n, V']; see `results_of_head`."""
-    assert isinstance(beside, Tensor) or isinstance(rules, TokenScoreRules)
-    if isinstance(beside, RowLabels):
-        beside = beside._replace(rows=pinned_memory.send(beside.rows, logits.device))
-    found: Tensor = _OfLogits.apply(logits, beside, rules, shard)
+    """Return the results [B, n, K] of a model's logits [B, n, V'], with gradients.
+
+    `inputs` are as in `results_of_head`.
+    """
+    assert isinstance(inputs, Tensor) or isinstance(rules, TokenScoreRules)
+    if isinstance(inputs, RowLabels):
+        inputs = inputs._replace(rows=pinned_memory.send(inputs.rows, logits.device))
+    found: Tensor = _OfLogits.apply(logits, inputs, rules, shard)
     return found
 
 
 class _OfHead(Function):
-    """forward   for each loss chunk: logits = move_y(move_x(x) W^T), their results
+    """The autograd function of the results of a head's logits, one loss chunk at a time.
+
+    forward   for each loss chunk: logits = move_y(move_x(x) W^T), their results
     backward  for each chunk: logits again, if the rules need them, dlogits from the gradient of the
               results, dx = move_dx(move_dy(dlogits) W) and dW += move_dy(dlogits)^T move_x(x)
 
-    Forward cannot compute gradients as it does for a loss: those of the results are the caller's.
-    So there are up to four products a token, and the weight is gathered in backward, too.
+    Forward cannot compute the gradients, as it does for a loss, because it does not know the
+    gradient of the results. So each token costs up to four products, and the weight is gathered in
+    backward, too.
     """
 
     @staticmethod
@@ -382,22 +412,22 @@ class _OfHead(Function):
         x: Tensor,
         shard: Tensor,
         bias: Tensor | None,
-        beside: Tensor | RowLabels,
+        inputs: Tensor | RowLabels,
         of: HeadLoss,
         rules: ResultRules,
     ) -> Tensor:
-        head, chunks = of.head, _Chunks(of, x, beside)
+        head, chunks = of.head, _Chunks(of, x, inputs)
         ctx.of, ctx.rules, ctx.chunks = of, rules, chunks
         found, kept = [], []
         with head.communicator.unshard(head, Phase.FORWARD, shard, bias) as full:
-            for own_x, own_beside in zip(chunks.cut(x), chunks.beside(), strict=True):
+            for own_x, own_inputs in zip(chunks.cut(x), chunks.inputs(), strict=True):
                 logits, _ = of.logits(own_x, full, training=False)
                 ctx.num_logits = logits.shape[-1]
-                results, again = rules.find(logits, own_beside, of.logit_shard)
+                results, again = rules.find(logits, own_inputs, of.logit_shard)
                 del logits
                 found.append(results)
                 kept.append(again)
-            # A copy: the gathered bias is freed here, and backward gathers the weight alone.
+            # A copy, because the gathered bias is freed here and backward gathers only the weight.
             whole_bias = None if full.bias is None else full.bias.clone()
         ctx.save_for_backward(x, shard, whole_bias, *kept)
         return chunks.joined(found)
@@ -413,14 +443,14 @@ class _OfHead(Function):
         sums = HeadGradients(of, x, chunks.count, needs)
         with head.communicator.unshard(head, Phase.BACKWARD, shard) as gathered:
             full = WholeWeights(gathered.weight, bias)
-            parts = chunks.cut(x), chunks.beside(), chunks.split(given), kept, chunks.lengths
-            for own_x, own_beside, part, again, length in zip(*parts, strict=True):
+            parts = chunks.cut(x), chunks.inputs(), chunks.split(given), kept, chunks.lengths
+            for own_x, own_inputs, part, again, length in zip(*parts, strict=True):
                 back = None
-                # Rules that do not read the logits get their shape and dtype, and no product.
+                # For rules that read only the logits' shape and dtype: one element, expanded.
                 logits = x.new_empty(1).expand(len(x), of.num_slices * length, ctx.num_logits)
                 if rules.needs_logits or of.after_head is not None:
                     logits, back = of.logits(own_x, full, training=True)
-                dy = rules.gradient(logits, own_beside, again, part, of.logit_shard)
+                dy = rules.gradient(logits, own_inputs, again, part, of.logit_shard)
                 del logits
                 dy = of.moves.dy(dy, tag=Tag(Purpose.OUTPUT_GRADIENT, head.name, "dy")).wait()
                 sums.add(own_x, dy if back is None else back(dy), full.weight)
@@ -430,40 +460,43 @@ class _OfHead(Function):
 
 
 class _Chunks:
-    """The loss chunks of hidden rows x [B, S', D], each with its further inputs of the rules.
+    """Cuts hidden rows x [B, S', D] and the rules' inputs into loss chunks, and joins results.
 
-    A chunk has S'/c positions of all p ranks, so n/c tokens of each batch row. Of `RowLabels` it
-    has those whose row is in it, with the index of the row in the chunk.
+    A chunk has S'/c positions of each of the p ranks, so n/c tokens of each batch row. With
+    `RowLabels` it has the labels of its rows; `rows` are then counted in the chunk.
     """
 
-    def __init__(self, of: HeadLoss, x: Tensor, beside: Tensor | RowLabels) -> None:
+    def __init__(self, of: HeadLoss, x: Tensor, inputs: Tensor | RowLabels) -> None:
         self._moves, self._layer, self._ranks = of.moves, of.head.name, of.num_slices
         self.count = num_loss_chunks(x, x[..., 0].numel() * of.num_slices, of.chunk_tokens)
-        """c; the number of chunks that each use of x is cut into."""
+        """The number of chunks to cut x into; x may have fewer, c."""
         self.lengths = [part.shape[1] for part in x.chunk(self.count, dim=1)]
-        """Positions of each chunk."""
-        self._beside = beside
+        """Number of positions of a rank in each chunk; the length of the list is c."""
+        self._inputs = inputs
         self._order: Tensor | None = None
-        """With `RowLabels`: indices of the labels, chunk after chunk, [m]."""
-        if isinstance(beside, RowLabels):
-            order, self._sizes, rows = self._rows_of_chunks(beside.rows, x.shape[1])
+        """With `RowLabels`: the indices [m] that sort labels by chunk; None: without."""
+        if isinstance(inputs, RowLabels):
+            order, self._sizes, rows = self._rows_of_chunks(inputs.rows, x.shape[1])
             self._order = pinned_memory.send(order, x.device)
             rows = pinned_memory.send(rows, x.device)
-            self._beside = RowLabels(beside.tokens[self._order], rows)
+            self._inputs = RowLabels(inputs.tokens[self._order], rows)
 
     def cut(self, x: Tensor) -> Iterator[Tensor]:
-        """Yield the chunks of x after their collective."""
+        """Yield the chunks of x [B, S', D] after their collective: [B, n/c, D] each."""
         return one_ahead(self._moves, self._layer, x.chunk(self.count, dim=1))
 
-    def beside(self) -> Iterator[Tensor | RowLabels]:
-        """Yield the inputs of the rules for each chunk: [B, n/c, ..], or the labels of its rows."""
-        if isinstance(self._beside, Tensor):
-            return self._by_position(self._beside)
-        parts = (x.split(self._sizes) for x in self._beside)
+    def inputs(self) -> Iterator[Tensor | RowLabels]:
+        """Yield the rules' inputs of each chunk: [B, n/c, ..], or the labels of its rows."""
+        if isinstance(self._inputs, Tensor):
+            return self._by_position(self._inputs)
+        parts = (x.split(self._sizes) for x in self._inputs)
         return (RowLabels(*each) for each in zip(*parts, strict=True))
 
     def joined(self, found: list[Tensor]) -> Tensor:
-        """Return the results of all chunks, in the order of tokens [B, n, K] or labels [m, K]."""
+        """Return the results of all chunks, joined in the order of tokens or labels.
+
+        [B, n, K], or [m, K] with `RowLabels`.
+        """
         if self._order is None:
             by_ranks = [each.unflatten(1, (self._ranks, -1)) for each in found]  # [B, p, S'/c, K]
             return torch.cat(by_ranks, dim=2).flatten(1, 2)
@@ -471,20 +504,22 @@ class _Chunks:
         return torch.empty_like(every).index_copy_(0, self._order, every)
 
     def split(self, given: Tensor) -> Iterator[Tensor]:
-        """Yield the gradients of each chunk's results, from those of `joined`."""
+        """Yield the gradient of each chunk's results, given that of the result of `joined`."""
         if self._order is None:
             return self._by_position(given)
         return iter(given[self._order].split(self._sizes))
 
     def _by_position(self, x: Tensor) -> Iterator[Tensor]:
-        """Yield the chunks [B, n/c, ..] of x [B, n, ..]; one copy exists at a time."""
+        """Yield the chunks [B, n/c, ..] of x [B, n, ..]; only one copy exists at a time."""
+        # A chunk's tokens are a piece of each rank's slice of x, not consecutive.
         by_ranks = x.unflatten(1, (self._ranks, -1))  # [B, p, S', ..]
         return (part.flatten(1, 2) for part in by_ranks.split(self.lengths, dim=2))
 
     def _rows_of_chunks(self, rows: Tensor, length: int) -> tuple[Tensor, list[int], Tensor]:
-        """Return the order of labels by chunk [m], the labels of each, and rows in the chunk [m].
+        """Return the order of labels by chunk, each chunk's number of labels, and rows in chunks.
 
-        On the host: the sizes of tensors would make it wait for the device. `length` is S'.
+        The order and the rows are [m]; rows are in that order. Computed on the host: on a device,
+        the numbers of labels would make the host wait. `length` is S'.
         """
         slices, places = rows // length, rows % length  # of B p slices, and position in it
         chunks = places // self.lengths[0]  # all chunks but the last one are that long
@@ -495,17 +530,17 @@ class _Chunks:
 
 
 def results_of_head(
-    of: HeadLoss, x: Tensor, beside: Tensor | RowLabels, rules: ResultRules
+    of: HeadLoss, x: Tensor, inputs: Tensor | RowLabels, rules: ResultRules
 ) -> Tensor:
     """Return per-token results for the head's input x [B, S', D], with gradients.
 
-    `beside` [B, n, ..] has the rules' further input of each token, such as its label; the results
-    are [B, n, K]. Only `TokenScoreRules` take `RowLabels` [m], and give results [m, K]: log-sum-exp
-    and entropy are then computed once a row, whatever the number of its labels. Computes
-    `of.chunk_tokens` tokens at a time, fewer if the rules take more memory for a token.
+    `inputs` [B, n, ..] are the numbers that the rules need for each token, such as its label; the
+    results are [B, n, K]. With `TokenScoreRules` they may be `RowLabels` [m], with results [m, K]:
+    log-sum-exp and entropy are then computed once for each row, however many labels it has.
+    Computes `of.chunk_tokens` tokens at a time, or fewer if the rules need several buffers.
     """
-    assert isinstance(beside, Tensor) or isinstance(rules, TokenScoreRules)
+    assert isinstance(inputs, Tensor) or isinstance(rules, TokenScoreRules)
     head, size = of.head, of.chunk_tokens
     of = of._replace(chunk_tokens=size and max(1, size // rules.num_buffers))
-    found: Tensor = _OfHead.apply(x, head.weight, head.bias, beside, of, rules)
+    found: Tensor = _OfHead.apply(x, head.weight, head.bias, inputs, of, rules)
     return found

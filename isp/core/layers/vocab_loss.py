@@ -1,4 +1,4 @@
-"""Cross-entropy over a vocabulary that is split over a group.
+"""Cross-entropy of logits that are split by vocabulary over a group of p ranks.
 
 B batch, S sequence, V vocabulary; logits are [B, S, V/p], targets [B, S].
 """
@@ -25,7 +25,7 @@ __all__ = [
 ]
 
 IGNORED = -100
-"""The target of a token without a loss."""
+"""The target (label) of a token that has no loss, as in torch's cross-entropy."""
 
 
 class LogitShard(NamedTuple):
@@ -36,9 +36,9 @@ class LogitShard(NamedTuple):
     first: int
     """The vocabulary entry of this rank's first logit."""
     vocab_size: int
-    """Number of logits of a token, over all ranks."""
+    """Number of logits of a token on all ranks together."""
     compile: CompileWhen = False
-    """When cross-entropies of these logits are computed by compiled kernels."""
+    """When to compute cross-entropies of these logits by compiled kernels."""
 
 
 _MAX, _TARGET, _SUM = (
@@ -47,9 +47,10 @@ _MAX, _TARGET, _SUM = (
 
 
 def places_of(tokens: Tensor, first: int, num_logits: int) -> tuple[Tensor, Tensor]:
-    """Return the index of each token among a rank's logits (0 if not held), and a mask of the held.
+    """Return each token's index in a rank's logits, and a mask of the tokens whose logit it holds.
 
-    `first` is the vocabulary entry of the rank's first logit. No rank holds `IGNORED`.
+    The index is 0 where the rank does not hold the logit, so that it is valid. `first` is the
+    vocabulary entry of the rank's first logit. No rank holds `IGNORED`.
     """
     local = tokens - first
     held = (local >= 0) & (local < num_logits)
@@ -60,15 +61,15 @@ class _Softmax(NamedTuple):
     """The softmax and the indices of the targets, from which backward computes dlogits."""
 
     values: Tensor
-    """The softmax, [.., V/p], in float32 at least."""
+    """The softmax [.., V/p], in float32 or wider."""
     local: Tensor
-    """Index of the target in this rank's logits, [.., 1]; 0 if another rank holds it."""
+    """Index [.., 1] of the target in this rank's logits; 0 if another rank holds it."""
     held: Tensor
-    """Mask of the targets that this rank holds."""
+    """Mask [..] of the targets that this rank holds."""
     valid: Tensor
-    """Mask of the tokens that have a loss."""
+    """Mask [..] of the tokens that have a loss."""
     vocab_size: Tensor
-    """V; 0 without smoothing."""
+    """V, a scalar; 0 without smoothing."""
 
 
 def _losses(
@@ -80,12 +81,12 @@ def _losses(
     channel: Channel,
     reuse_logits: bool,
 ) -> tuple[Tensor, _Softmax]:
-    """Return each token's loss, and the softmax for its gradient.
+    """Return each token's loss, and the softmax, from which `_gradient` computes dlogits.
 
-    `reuse_logits` lets the softmax overwrite logits of a wide dtype.
+    With `reuse_logits`, the softmax overwrites logits in float32 or wider.
     """
     wide = torch.promote_types(logits.dtype, torch.float32)
-    # The largest logit of all ranks is subtracted before exp, which would overflow.
+    # The largest logit of all ranks is subtracted first, because exp would overflow.
     top = channel.all_reduce(logits.amax(-1).to(wide), op="max", tag=_MAX).wait()
     shifted = logits.detach() if reuse_logits else logits
     shifted = shifted.to(wide, copy=not reuse_logits).sub_(top.unsqueeze(-1))
@@ -104,6 +105,7 @@ def _losses(
         vocab_size = parts[-1]
         own, summed = parts[:-1].view(2, *target.shape)
         minuend = own.lerp(summed / vocab_size, smoothing)
+    # loss = log(sum exp) - minuend: the target's logit, with smoothing mixed with the mean logit.
     exp = shifted.exp_()  # from here on `shifted` holds exponentials
     total = channel.all_reduce(exp.sum(-1), tag=_SUM).wait()
     loss = (total.log() - minuend).masked_fill(~valid, 0)
@@ -122,13 +124,15 @@ def _gradient(softmax: _Softmax, dloss: Tensor, smoothing: float) -> Tensor:
 
 
 class _VocabParallelCrossEntropy(Function):
-    """forward   loss = log(sum exp(logits)) - (1 - e) logits[target] - e mean(logits)
+    """The autograd function of a cross-entropy with logits split by vocabulary.
+
+    forward   loss = log(sum exp(logits)) - (1 - e) logits[target] - e mean(logits)
     backward  dlogits = (softmax - (1 - e) onehot(target) - e / V) * dloss
 
-    e is the label smoothing; loss and gradient are 0 for ignored targets. Three reductions: the
-    largest logit, the target's logit (with it, for the mean, the sum of the logits and V), the sum
-    of exponentials. The softmax is computed in float32 at least, in one buffer, which backward
-    copies into the gradient, or turns into it if the logits may be reused.
+    e is the label smoothing; loss and gradient are 0 for ignored targets. There are three
+    all-reduces: of the largest logit, of the target's logit (together with the sum of logits and V,
+    for the mean), and of the sum of exponentials. The softmax is in float32 or wider, in one
+    buffer; backward turns a copy of it into the gradient, or itself with `reuse_logits`.
     """
 
     @staticmethod
@@ -169,11 +173,11 @@ def losses_and_gradient(
     dloss: Tensor | None,
     shard: LogitShard,
 ) -> tuple[Tensor, Tensor | None]:
-    """Return tokens' losses without smoothing, and dlogits for `dloss` (None: no gradient).
+    """Return each token's loss without smoothing, and dlogits for `dloss` (None: no gradient).
 
-    Overwrites the logits, those narrower than float32 only with their gradient. If `shard.compile`
-    allows it, compiled kernels pass over the logits three times instead of eight: two passes read
-    them, and one turns them into their gradient.
+    Overwrites `logits`, but logits narrower than float32 only by their gradient. If `shard.compile`
+    allows it, compiled kernels go over the logits in memory three times instead of eight: twice to
+    read them, once to turn them into their gradient.
     """
     channel, first = shard.channel, shard.first
     if compiles(shard.compile, logits.device):
@@ -190,11 +194,15 @@ def losses_and_gradient(
 def _in_three_passes(
     logits: Tensor, target: Tensor, dloss: Tensor | None, *, channel: Channel, first: int
 ) -> tuple[Tensor, Tensor | None]:
-    """Return losses and dlogits by compiled kernels, in place: no other tensor of that size."""
+    """Return losses and dlogits by compiled kernels; dlogits overwrites `logits`.
+
+    No other tensor of their size is allocated.
+    """
+    # The passes over the logits: their maximum, the sum of exponentials, the gradient.
     top = channel.all_reduce(widened(logits.amax(-1)), op="max", tag=_MAX).wait()
     valid = target != IGNORED
     local, held = places_of(target, first, logits.shape[-1])
-    # A target is held by one vocabulary shard, so the sum over ranks is its logit.
+    # One rank holds the target and the others give 0, so the sum over ranks is its logit.
     own = widened(logits.gather(-1, local.unsqueeze(-1)).squeeze(-1)) - top
     minuend = channel.all_reduce(own.masked_fill(~held, 0), tag=_TARGET).wait()
     total = channel.all_reduce(_sum_of_exponentials(logits, top), tag=_SUM).wait()
@@ -207,6 +215,7 @@ def _in_three_passes(
 
 @lazily_compiled
 def _sum_of_exponentials(logits: Tensor, top: Tensor) -> Tensor:
+    """Return sum(exp(logits - top)) over this rank's logits, in float32 or wider: [..]."""
     return (widened(logits) - top.unsqueeze(-1)).exp().sum(-1)
 
 
@@ -214,7 +223,10 @@ def _sum_of_exponentials(logits: Tensor, top: Tensor) -> Tensor:
 def _turn_into_gradient(
     logits: Tensor, top: Tensor, total: Tensor, local: Tensor, dloss: Tensor
 ) -> None:
-    """Overwrite `logits` with (softmax - one-hot) * dloss; `local`: the target's column, or -1."""
+    """Overwrite `logits` with (softmax - onehot(target)) * dloss.
+
+    `local` is the target's index in this rank's logits; -1: another rank holds it.
+    """
     values = (widened(logits) - top.unsqueeze(-1)).exp() / total.unsqueeze(-1)
     at_target = torch.arange(logits.shape[-1], device=logits.device) == local.unsqueeze(-1)
     logits.copy_((values - at_target.to(values.dtype)) * dloss.unsqueeze(-1))
@@ -229,14 +241,14 @@ def vocab_parallel_cross_entropy(
     first: int | None = None,
     reuse_logits: bool = False,
 ) -> Tensor:
-    """Return each token's loss over logits split by vocabulary: [B, S, V/p], [B, S] -> [B, S].
+    """Return each token's loss, from logits split by vocabulary: [B, S, V/p], [B, S] -> [B, S].
 
-    `first` is the vocabulary entry of this rank's first logit; None: all ranks have equally many.
-    Targets of `IGNORED` have loss and gradient 0. `label_smoothing` spreads that share of the
+    `first` is the vocabulary entry of this rank's first logit; None: all ranks have equally many
+    logits. A target of -100 has loss and gradient 0. `label_smoothing` spreads that share of the
     target over the whole vocabulary, as `torch.nn.functional.cross_entropy` does. The loss is
-    float32 or wider. `reuse_logits` overwrites float32 or float64 logits, and turns what is saved
-    into the gradient: that saves twice the memory of the logits, and backward can run only once.
-    Raises ValueError for a smoothing outside [0, 1).  Source: Megatron-LM,
+    float32 or wider. `reuse_logits` overwrites float32 or float64 logits, and turns the saved
+    softmax into the gradient in place: this saves twice the memory of the logits, and backward can
+    run only once. Raises ValueError for a smoothing outside [0, 1).  Source: Megatron-LM,
     tensor_parallel/cross_entropy (whose smoothing averages over a rank's part of the vocabulary).
     """
     if not 0 <= label_smoothing < 1:

@@ -1,7 +1,7 @@
-"""Layers for a model of your own whose weights an `ISPCommunicator` gathers.
+"""Layers for a user's own model, with sharded weights that an `ISPCommunicator` gathers.
 
 B batch, S sequence, I in features, O out features, V vocabulary, D model size; p ranks of the
-weight group, /p = split over them. A rank computes all features of its own tokens.
+weight group, `/p` means split over them. A rank computes all features of its own tokens.
 
     communicator = isp.ISPCommunicator(channel, isp.ISPCommModelConfig(device=device))
     model = ...                                   # of ISPLinear(.., communicator=communicator)
@@ -10,10 +10,10 @@ weight group, /p = split over them. A rank computes all features of its own toke
 `tools/examples/own_model.py` is a complete script.
 
 Parameters of other layers (norms) are whole on each rank: after backward, `sum_gradients` sums
-their gradients over the group. `p.grad` of a sharded weight is this rank's rows, so the global norm
-for clipping is a sum over ranks; `state_dict` holds this rank's rows, too. For activation
-checkpointing, the recompute has to run in `communicator.recomputing()`, and its blocks are declared
-`recomputed`:
+their gradients over the group. `p.grad` of a sharded weight has this rank's rows, so the squares
+for the global norm are summed over ranks; `state_dict` has this rank's rows, too. With activation
+checkpointing, the recompute must run in `communicator.recomputing()`, and its blocks must be
+declared `recomputed`:
 
     checkpoint(layer, x, use_reentrant=False,
                context_fn=lambda: (nullcontext(), communicator.recomputing()))
@@ -44,13 +44,13 @@ __all__ = ["ISPEmbedding", "ISPLinear", "sum_gradients", "weight_blocks"]
 class ISPLinear(ParallelLinear):
     """`nn.Linear` with its weight [O/p, I] and bias [O/p] sharded over the weight group.
 
-    forward   weight and bias all-gathered, ahead of time as the communicator's plan says
-    backward  weight gathered again; gradients reduce-scattered, in `p.grad` after
-              `communicator.finish()`: sums over the weight group, never means
+    forward   weight and bias are all-gathered, ahead of time if the communicator has a plan
+    backward  the weight is gathered again; gradients are reduce-scattered and in `p.grad` after
+              `communicator.finish()`: sums over the weight group, not means
 
     Every rank draws the values of `nn.Linear` from torch's default CPU generator and keeps its
-    rows: that generator must be in the same state on all ranks (`torch.manual_seed`). On the meta
-    device nothing is drawn: call `to_empty` and `reset_parameters` before the model is declared.
+    rows, so that generator must be in the same state on all ranks (`torch.manual_seed`). On the
+    meta device nothing is drawn: call `to_empty` and `reset_parameters` before `declare`.
     `layouts["weight"].shard(full)` returns a rank's rows of a full weight.
     """
 
@@ -76,7 +76,7 @@ class ISPLinear(ParallelLinear):
             self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draw the values of `nn.Linear` anew, on the CPU, and keep this rank's rows."""
+        """Draw the initial values of `nn.Linear` again, on the CPU, and keep this rank's rows."""
         out_features, in_features = self.layouts["weight"].global_shape
         bias, dtype = self.bias is not None, self.weight.dtype
         _take(self, nn.Linear(in_features, out_features, bias, dtype=dtype, device="cpu"))
@@ -85,8 +85,8 @@ class ISPLinear(ParallelLinear):
 class ISPEmbedding(ParallelModule):
     """`nn.Embedding` with its table [V/p, D] sharded over the weight group.
 
-    The table is gathered for forward only; its gradient is reduce-scattered. Initial values: as
-    `ISPLinear`.
+    The table is gathered for forward only; its gradient is reduce-scattered. Initial values are
+    drawn as in `ISPLinear`.
     """
 
     weight: nn.Parameter
@@ -117,7 +117,7 @@ class ISPEmbedding(ParallelModule):
             self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draw the values of `nn.Embedding` anew, on the CPU, and keep this rank's rows."""
+        """Draw the initial values of `nn.Embedding` again, on the CPU; keep this rank's rows."""
         vocabulary, size = self.layouts["weight"].global_shape
         _take(self, nn.Embedding(vocabulary, size, dtype=self.weight.dtype, device="cpu"))
 
@@ -132,13 +132,13 @@ def weight_blocks(
     """Return the declaration of a model chunk for `ISPCommunicator.declare`.
 
     `blocks` are modules of `model` in forward order, such as its embedding, its layers and its
-    head. The weights of a block are gathered as one unit, while the block before computes. Within
-    a block, layers are used in the order in which the module registers them; another order, or a
-    layer used twice, gives the same results with less overlap. `recomputed`: the blocks whose
+    head. The weights of a block are gathered together, while the block before it computes. In a
+    block, layers are expected in the order in which the module registers them; another order, or a
+    layer called twice, gives the same results with less overlap. `recomputed`: the blocks whose
     activations are recomputed in backward.
 
-    Also names the layers of `model` for errors and logs. Raises ValueError if a layer with weights
-    to gather is in no block, or in two.
+    Also gives the layers of `model` their names, for errors and logs. Raises ValueError if a layer
+    with a sharded weight is in no block, or in two.
     """
     bind_names(model)
     names = {id(module): name for name, module in model.named_modules()}
@@ -172,13 +172,13 @@ def weight_blocks(
 def sum_gradients(model: nn.Module, channel: Channel) -> None:
     """Sum over `channel` the gradients of the parameters of `model` that are not sharded.
 
-    Call it after backward, on all ranks; a parameter without a gradient counts as zeros. The
-    gradients of `ISPLinear` and `ISPEmbedding` are sums already, after `communicator.finish()`.
+    Call this after backward on all ranks; a parameter without a gradient counts as zeros. The
+    gradients of `ISPLinear` and `ISPEmbedding` are summed by `communicator.finish()`.
     """
     check_channel("channel", channel)
     sharded = {id(p) for layer in _gathered_layers(model) for p in layer.parameters()}
     whole = [p for p in model.parameters() if p.requires_grad and id(p) not in sharded]
-    for p in whole:
+    for p in whole:  # a parameter may have a gradient on some ranks only: all must join the sum
         p.grad = torch.zeros_like(p) if p.grad is None else p.grad
     sums = [channel.all_reduce(p.grad) for p in whole if p.grad is not None]
     for p, total in zip(whole, sums, strict=True):
@@ -186,7 +186,9 @@ def sum_gradients(model: nn.Module, channel: Channel) -> None:
 
 
 def _device(given: torch.device | str | None, communicator: ISPCommunicator) -> torch.device:
-    """Return the device of a new layer: meta inside `with torch.device("meta")`, as in torch."""
+    """Return the device of a new layer: `given`, else meta in `torch.device("meta")`, else the
+    communicator's.
+    """
     default = torch.get_default_device()
     if given is not None or default.type == "meta":
         return torch.device(default if given is None else given)
@@ -198,7 +200,7 @@ def _gathered_layers(module: nn.Module) -> list[ISPLinear | ISPEmbedding]:
 
 
 def _rows(communicator: ISPCommunicator, *shape: int) -> ParameterLayout:
-    """Return the layout of this rank's rows of a parameter."""
+    """Return the layout of a parameter of `shape`, cut by rows over the communicator's ranks."""
     if not isinstance(communicator, ISPCommunicator):
         raise TypeError(
             f"communicator must be an isp.ISPCommunicator, got {type(communicator).__name__}: make"
@@ -212,6 +214,6 @@ def _rows(communicator: ISPCommunicator, *shape: int) -> ParameterLayout:
 
 @torch.no_grad()
 def _take(layer: ParallelModule, full: nn.Module) -> None:
-    """Copy this rank's rows of the parameters of `full`."""
+    """Copy this rank's rows of the parameters of `full` into `layer`."""
     for name, parameter in full.named_parameters():
         layer.get_parameter(name).copy_(layer.layouts[name].shard(parameter))

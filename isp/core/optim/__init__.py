@@ -1,1 +1,1 @@
-"""From gradients to weights: main gradients, their reduction, the sharded optimizer."""
+"""Main gradients, their reduction over replicas, and the optimizer with sharded states."""

@@ -1,4 +1,4 @@
-"""`BucketManager`: main gradients in flat buckets, which are summed over the replicas."""
+"""`BucketManager`: main gradients in flat buckets, which are summed over replicas."""
 
 from __future__ import annotations
 
@@ -40,17 +40,14 @@ def master_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def pads_little(num_rows: int, parts: int) -> bool:
-    """Return whether padding `num_rows` to `parts` equal parts adds at most an eighth."""
+    """Return True if padding `num_rows` to `parts` equal parts adds at most an eighth."""
     return 8 * parts * math.ceil(num_rows / parts) <= 9 * num_rows
 
 
 class Bucket:
-    """Parameters that are communicated together, each in `parts` of equal width, the last padded.
+    """Parameters that are communicated together, each divided into `parts` of equal width.
 
-    A rank's piece of the bucket is its part of each parameter, one after another.
-
-    [Note: Arrival on streams] On CUDA, the first stream that waits also unpacks what arrived; it
-    may be the stream of weight gathers. A stream that waits later has to wait for the unpacking.
+    The last parts are padded. A rank's piece of the bucket consists of its part of each parameter.
     """
 
     def __init__(
@@ -59,15 +56,18 @@ class Bucket:
         self.members, self.channel, self.parts = members, channel, parts
         shapes = [member.parameter.shape for member in members]
         self.widths = [math.ceil(shape[0] / parts) * math.prod(shape[1:]) for shape in shapes]
-        """Elements of a part of each member."""
+        """Number of elements of a part, for each member."""
         what = "gradients" if purpose is Purpose.REPLICA_GRADIENT else "weights"
         self.tag = Tag(purpose, tensor=f"{what} {members[0].name} .. {members[-1].name}")
         self.pending: Pending | None = None
         """The transfer in flight, from its launch until the first wait."""
         self._arrived: streams.Event | None = None
+        """Event after which the transfer's result is unpacked."""
 
     def wait(self) -> None:
-        """Wait for the launched transfer, on this stream, too; free if it has arrived."""
+        """Wait for the launched transfer, and make the current stream wait; cheap if it is done."""
+        # The first stream that waits unpacks the result; it may be that of weight gathers. Each
+        # stream that waits later must wait for the unpacking.
         if self.pending is not None:
             found, self.pending = self.pending.wait(), None
             self._arrived = streams.mark(found.device)
@@ -76,14 +76,10 @@ class Bucket:
 
 
 class GradientBucket(Bucket):
-    """Main gradients in one flat tensor, one after another, each in its parts.
+    """Main gradients in one flat tensor, concatenated, each with its parts.
 
-    There is one part if all ranks get all sums (all-reduce), else one for each rank.
-
-    [Note: Packed in place] A reduce-scatter returns one piece to a rank, which has to contain its
-    part of every parameter. A bucket of several parameters is reordered by pieces, in its own
-    memory, before the transfer: one copy out and one back, for one bucket at a time. A large weight
-    is a bucket of its own and needs no reordering. The sums of a rank's piece overwrite the piece.
+    There is one part if all ranks get all sums (all-reduce), else one part for each rank
+    (reduce-scatter). See [Note: Packed in place] in docs/design/notes/optimizer.md.
     """
 
     def __init__(
@@ -95,66 +91,73 @@ class GradientBucket(Bucket):
             parts * sum(self.widths), dtype=master_dtype(first.dtype), device=first.device
         )
         self.num_gradients = self.awaited = num_gradients
-        """Gradients in the bucket (one for parameters that are reduced as one), and those of them
-        that are not final yet."""
+        """`num_gradients`: number of gradients in the bucket (fused parameters have one).
+        `awaited`: number of gradients that are not final yet."""
 
     def padded(self) -> tuple[Tensor, ...]:
-        """Return the view of each member, all parts with padding, [p w]."""
+        """Return a view [p w] of each member's gradient: all parts, with padding."""
         found: tuple[Tensor, ...] = self.flat.split([self.parts * width for width in self.widths])
         return found
 
     def launch(self, index: int) -> None:
-        """Launch the sum over the ranks; this rank gets part `index` if there are several."""
+        """Launch the sum over the ranks; of several parts, this rank gets part `index`."""
         if self.parts == 1:
             self.pending = self.channel.all_reduce_(self.flat, tag=self.tag)
             return
         pieces = self.flat.view(self.parts, -1)  # [p, L]
-        if len(self.widths) > 1:
+        if len(self.widths) > 1:  # [Note: Packed in place]
             pieces.copy_(torch.cat([x.view(self.parts, -1) for x in self.padded()], dim=1))
+        # Into this rank's own piece, without a second buffer; the other pieces stay unsummed.
         self.pending = self.channel.reduce_scatter_into(pieces[index], pieces, tag=self.tag)
 
 
 @dataclass(slots=True, eq=False)
 class MainGradient:
-    """The main gradient of a parameter, or of several that are reduced as one."""
+    """The main gradient of a parameter, or of a fused parameter (several that have one gradient).
+
+    A fused parameter, such as q, k and v, is reduced as one; its parts have views of its gradient.
+    """
 
     name: str
+    """Name of the parameter."""
     view: Tensor
     """The buffer, a view of the bucket in the parameter's shape."""
     part: Tensor
-    """This rank's part with its padding, [w]; empty for several parameters reduced as one."""
+    """This rank's part [w], with padding; empty for a fused parameter."""
     bucket: GradientBucket
+    """The bucket that contains the buffer."""
     ready: bool = False
-    """The gradient is final. Do not touch: a reduction may be in flight."""
+    """True if the gradient is final. Do not touch it: a reduction may be in flight."""
     untouched: bool = True
-    """The buffer holds the last step's values, so the first gradient overwrites it."""
-    came: bool = False
-    """This rank has had a gradient in this step, even if zeros."""
-    owed: int = 0
-    """Number of gradients that were promised and not yet delivered."""
+    """True if the buffer has the last step's values: the first gradient overwrites them."""
+    has_gradient: bool = False
+    """True if this rank has had a gradient in this step, even if of zeros."""
+    open_promises: int = 0
+    """Number of gradients that were promised and not delivered yet."""
     passed: bool = False
-    """The step's last backward pass has accumulated its gradient."""
+    """True if the step's last backward pass has accumulated its gradient."""
     receives: bool = False
-    """A promised gradient is being received in the buffer."""
+    """True if a promised gradient is being received in the buffer."""
     waiting: Tensor | None = None
-    """The sum of gradients that were added while the buffer receives another."""
+    """Sum of the gradients that were added while the buffer receives another; None: none were."""
 
     def open(self) -> Tensor:
         """Return the buffer, and mark it as holding a gradient of this step."""
-        self.untouched, self.came = False, True
+        self.untouched, self.has_gradient = False, True
         return self.view
 
     def sum_in(self) -> tuple[Tensor, bool]:
-        """Return the tensor to add the next gradient to, and True if it has to be overwritten."""
+        """Return the tensor to add the next gradient to, and True if it must be overwritten."""
         if not self.receives:
             fresh = self.untouched
             return self.open(), fresh
+        # A reduction writes into the buffer: other gradients are summed in another tensor.
         if fresh := self.waiting is None:
             self.waiting = torch.empty_like(self.view)
         return self.waiting, fresh
 
     def value(self) -> Tensor:
-        """Return the gradient so far, zeros if there is none."""
+        """Return the gradient so far: zeros if there was none in this step."""
         if self.untouched:
             self.view.zero_()
             self.untouched = False
@@ -162,25 +165,19 @@ class MainGradient:
 
 
 class BucketManager:
-    """Main gradients as views into flat buckets, which are summed over the replicas.
+    """Main gradients as views into flat buckets, which are summed over replicas.
 
-    A bucket holds parameters that are reduced over the same axis, about `bucket_bytes` of them, in
-    reverse order of declaration: the order in which a backward pass produces their gradients. Its
-    sum is launched when all of them are `mark_ready`, at the latest in `finish`. Parameters that
-    are reduced as one are consecutive, and their whole has a gradient, too.
+    A bucket has about `bucket_bytes` of parameters that are reduced over the same axis, in reverse
+    order of declaration: the order in which a backward pass produces their gradients. Its sum is
+    launched when `mark_ready` was called for all of them, at the latest in `finish`, and always in
+    the same order of buckets [Note: Launch order]. The parameters of a fused parameter are
+    consecutive, and the fused parameter has a gradient, too.
 
-    With `rows_of`, a channel, each of its ranks needs the sums of its own rows only, its
+    With the channel `rows_of`, each of its ranks needs only the sums of its own rows, its
     `chunk_range`. Gradients that are reduced over exactly these ranks are then reduce-scattered,
-    which sends half the bytes; not parameters of so few rows that padding them to equal parts would
-    take much more memory.
-
-    [Note: Some of the replicas] If `rows_of` is not all ranks that are summed over, all get all
-    sums. A reduce-scatter among some and an all-reduce across these would send less, too, but needs
-    another communicator, and a second transfer for every bucket.
-
-    [Note: Launch order] Buckets are launched in a fixed order, in whatever order they become ready:
-    ranks may become ready in different orders (one may not use a parameter), and collectives that
-    meet in different orders deadlock or add up different buckets.
+    which sends half the bytes, except parameters with so few rows that padding them to equal parts
+    would take much more memory. See [Note: Some of the replicas] in
+    docs/design/notes/optimizer.md.
     """
 
     def __init__(
@@ -197,9 +194,10 @@ class BucketManager:
             )
         self._buckets: list[GradientBucket] = []
         self._of: dict[int, MainGradient] = {}
-        """Gradient of each parameter, by the parameter's id."""
+        """The gradient of each parameter and fused parameter, by its `id`."""
         self._whole_of: dict[int, MainGradient] = {}
-        """Gradient in which each parameter is reduced: a larger one's, or its own; by id."""
+        """The gradient that is reduced for each parameter, by its `id`: its own, or that of the
+        fused parameter that contains it."""
         self._launched = 0
         """Number of buckets launched in this step."""
         self._rows_of = Channel.solo()
@@ -219,16 +217,18 @@ class BucketManager:
             parameter = unit[0].parameter
             return parameter.numel() * master_dtype(parameter.dtype).itemsize
 
+        # Reversed, because backward produces gradients in about this order: full buckets early.
         for found in grouped(reversed(units), kind, num_bytes, bucket_bytes):
             self._open(found, channels)
         self.gradients = [self._of[id(whole.parameter)] for whole, *_ in units]
-        """The gradients that are delivered: one for parameters that are reduced as one."""
+        """The gradients that are reduced, in order of declaration; a fused parameter has one."""
 
     def __len__(self) -> int:
         return len(self._buckets)
 
     @property
     def num_bytes(self) -> int:
+        """Bytes of all buckets."""
         return sum(bucket.flat.nbytes for bucket in self._buckets)
 
     @property
@@ -238,7 +238,7 @@ class BucketManager:
 
     @property
     def received_bytes(self) -> int:
-        """Bytes of other ranks' parts in flight to this rank, where it adds them up itself."""
+        """Bytes in flight to this rank of other ranks' parts, in channels that `sums_locally`."""
         return sum(
             bucket.flat.nbytes
             for bucket in self._buckets
@@ -247,15 +247,18 @@ class BucketManager:
 
     @property
     def scatters(self) -> bool:
-        """True if ranks may get the sums of their own rows only; the same on all ranks."""
+        """True if gradients are reduce-scattered, so that a rank gets the sums of its own rows.
+
+        It is the same on all ranks. Parameters with few rows are all-reduced all the same.
+        """
         return self._rows_of.size > 1
 
     def of(self, parameter: nn.Parameter) -> MainGradient:
-        """Return the gradient of `parameter`, or of the whole of several reduced as one."""
+        """Return the gradient of a parameter or fused parameter."""
         return self._of[id(parameter)]
 
     def rows(self, gradient: MainGradient) -> Tensor:
-        """Return the sums of the rows that this rank owns, [n, ..]; valid after the reduction."""
+        """Return a view [n, ..] of the sums of this rank's rows; valid after the reduction."""
         count, *rest = gradient.view.shape
         rows = chunk_range(count, self._rows_of.size, self._rows_of.rank)
         if gradient.bucket.parts == 1:
@@ -264,15 +267,19 @@ class BucketManager:
         return gradient.part[: math.prod(own)].view(own)
 
     def all_rows(self, gradient: MainGradient) -> Tensor:
-        """Return all sums, gathering other ranks' rows from them: a collective."""
+        """Return the sums of all rows; a collective if the bucket was reduce-scattered."""
         bucket, view = gradient.bucket, gradient.view
         if bucket.parts == 1:
             return view
         gathered = bucket.channel.all_gather(gradient.part, tag=bucket.tag).wait()
+        # The parts are in the order of rows, so all padding is at the end.
         return gathered[: view.numel()].view(view.shape)
 
     def mark_ready(self, gradient: MainGradient) -> None:
-        """Mark a gradient as final; launch the buckets whose turn it is [Note: Launch order]."""
+        """Mark a gradient as final, and launch the buckets that are complete and next in order.
+
+        See [Note: Launch order] in docs/design/notes/optimizer.md.
+        """
         if not gradient.ready:
             gradient.ready = True
             gradient.bucket.awaited -= 1
@@ -280,7 +287,7 @@ class BucketManager:
             self._launch_next()
 
     def finish(self) -> None:
-        """Launch the remaining buckets, ready or not, and wait for all sums."""
+        """Launch the remaining buckets, complete or not, and wait for all sums."""
         while self._launched < len(self):
             self._launch_next()
         self.wait()
@@ -291,24 +298,25 @@ class BucketManager:
             bucket.wait()
 
     def reset(self) -> None:
-        """Begin a step: no gradient is final; old values stay until the first new one."""
+        """Begin a step: no gradient is final; first gradients will overwrite old values."""
         self.wait()
         self._launched = 0
         for bucket in self._buckets:
             bucket.awaited = bucket.num_gradients
         for gradient in self.gradients:
             gradient.ready, gradient.untouched, gradient.passed = False, True, False
-            gradient.came = False
+            gradient.has_gradient = False
 
     def _launch_next(self) -> None:
+        """Launch the next bucket in the fixed order."""
         bucket = self._buckets[self._launched]
         self._launched += 1
         bucket.launch(self._rows_of.rank)
 
     def _parts_of(self, members: list[ShardedParameter], channels: Channels) -> int:
-        """Return the number of parts for parameters reduced as one; 1: every rank gets all sums.
+        """Return the number of parts of a (fused) parameter; 1: every rank gets all sums.
 
-        Several parameters reduced as one must be contiguous, so none of them may be padded.
+        The parameters of a fused parameter must be contiguous, so none of them may be padded.
         """
         size = channels[members[0].layout.reduce_over].size
         rows = [item.parameter.shape[0] for item in members]
@@ -316,16 +324,18 @@ class BucketManager:
         return size if size == self._rows_of.size and few else 1
 
     def _open(self, units: list[_Unit], channels: Channels) -> None:
-        """Make the bucket of these units, with a gradient for each parameter and each whole."""
+        """Make a bucket of these units, with a gradient for each parameter and fused parameter."""
         members = [item for _, of_one, _ in units for item in of_one]
         parts, channel = units[0][2], channels[members[0].layout.reduce_over]
         bucket = GradientBucket(members, channel, parts, len(units))
+        # After a reduce-scatter, this rank's piece consists of its part of each member.
         piece = bucket.flat.view(parts, -1)[self._rows_of.rank if parts > 1 else 0]
         cut = zip(members, bucket.padded(), piece.split(bucket.widths), strict=True)
         for item, padded, part in cut:
             self._place(item, padded, part, bucket)
         for whole, of_one, _ in units:
             if whole not in of_one:
+                # Its parameters' buffers are consecutive and not padded: one view covers them.
                 begin = self.of(of_one[0].parameter).view.storage_offset()
                 self._place(whole, bucket.flat[begin:], bucket.flat[:0], bucket)
             for item in (whole, *of_one):
@@ -335,13 +345,14 @@ class BucketManager:
     def _place(
         self, item: ShardedParameter, flat: Tensor, part: Tensor, bucket: GradientBucket
     ) -> None:
-        """Make the gradient of a parameter, whose buffer begins where `flat` does."""
+        """Make the gradient of a parameter, with a buffer at the beginning of `flat`."""
         view = flat[: item.parameter.numel()].view(item.parameter.shape)
         self._of[id(item.parameter)] = MainGradient(item.name, view, part, bucket)
 
 
 _Unit = tuple[ShardedParameter, list[ShardedParameter], int]
-"""A parameter with one gradient, the parameters that it consists of, and its number of parts."""
+"""A parameter or fused parameter, the parameters that it consists of (itself, if it is not fused),
+and the number of parts that its gradient is reduced in."""
 
 
 def grouped(
@@ -350,9 +361,10 @@ def grouped(
     size: Callable[[T], float],
     bucket_size: float,
 ) -> list[list[T]]:
-    """Group items of one kind, in order, until a group's size is `bucket_size` or more.
+    """Group items of the same `kind`, in order; a group is full at a size of `bucket_size` or more.
 
-    Full groups come first, then the others, both in the order of their last item.
+    Full groups come first, in the order in which they became full, then the others, in the order
+    of their last items.
     """
     opened: dict[Hashable, list[T]] = {}
     closed: list[list[T]] = []

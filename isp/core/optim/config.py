@@ -1,4 +1,4 @@
-"""The sections `optimizer` and `lr_scheduler`: update rules, their values, parameter groups."""
+"""The configuration sections `optimizer` and `lr_scheduler`, with parameter groups."""
 
 from __future__ import annotations
 
@@ -29,6 +29,7 @@ __all__ = [
 
 
 def _pattern(pattern: str) -> str:
+    """Return `pattern`; raise ValueError if it is not a regular expression."""
     try:
         re.compile(pattern)
     except re.error as error:
@@ -41,10 +42,11 @@ class GradScalerConfig:
     """`optimizer.grad_scaler`: loss scaling in float16.  Names: InternEvo."""
 
     use: Literal["auto", "always"] = "auto"
-    """auto: scale the loss with `training.dtype: float16` only, where small gradients would become
-    0."""
+    """auto: scale the loss only with `training.dtype: float16`, in which small gradients would
+    become 0; always: with any dtype."""
     initial_scale: Positive = 2.0**16
-    """Loss scale of the first step; an overflow skips the step and lowers it."""
+    """Loss scale of the first step. A step whose gradients overflow is skipped, and lowers the
+    scale."""
     min_scale: Positive = 1.0
     """Lower limit of the loss scale."""
     max_scale: Positive = 2.0**24
@@ -56,7 +58,8 @@ class GradScalerConfig:
     growth_interval: Count = 1000
     """Consecutive steps without an overflow after which the loss scale is raised."""
     hysteresis: Count = 2
-    """Number of overflows since the loss scale was last raised from which each one lowers it."""
+    """Number of overflows, counted since the loss scale was last raised, from which on each
+    overflow lowers it."""
 
     def __post_init__(self) -> None:
         initial, least, most = self.initial_scale, self.min_scale, self.max_scale
@@ -72,6 +75,7 @@ _Rule = Literal["adamw", "lion", "muon"]
 
 
 def _rule_or_class(name: str) -> str:
+    """Return `name`; raise ValueError if it is neither a rule of ISP nor module:Class."""
     if name not in get_args(_Rule) and not re.fullmatch(r"[\w.]+:\w+", name):
         raise ValueError(
             "must be adamw, lion, muon, or module:Class of an optimizer of torch, such as"
@@ -85,13 +89,14 @@ _Decay = Annotated[float, Field(ge=0, lt=1)]
 
 @section("optimizer.param_groups", KeyRole.METHOD)
 class ParamGroupConfig:
-    """An entry of `optimizer.param_groups`: parameters with values of their own."""
+    """An entry of `optimizer.param_groups`: parameters with their own rule or values."""
 
     pattern: Annotated[Text, AfterValidator(_pattern)]
-    """Regular expression, searched for in parameter names of the whole model."""
+    """Regular expression that is searched for in the parameter names of the whole model."""
     rule: _Rule | None = None
     """Update rule; null: `optimizer.name`. muon updates matrices, including embedding tables and
-    heads; one-dimensional and tied parameters use the other rule."""
+    heads; one-dimensional and tied parameters use adamw, or `optimizer.name` if that is not
+    muon."""
     lr: Positive | None = None
     """Peak learning rate; null: that of the rule."""
     lr_scale: NotNegative = 1.0
@@ -106,7 +111,7 @@ class ParamGroupConfig:
 
 @section("optimizer.muon", KeyRole.METHOD)
 class MuonConfig:
-    """`optimizer.muon`: whole matrices of momentum, made orthogonal.  Names: torch.optim.Muon."""
+    """`optimizer.muon`: keys of muon, which makes momentum matrices orthogonal.  Names: torch."""
 
     lr: Positive = 1e-3
     """Peak learning rate of the weights that muon updates."""
@@ -126,7 +131,7 @@ class MuonConfig:
     eps: Positive = 1e-7
     """Smallest norm by which a matrix is divided."""
     per_head: bool = False
-    """Treat the rows of each attention head of q, k and v as a matrix of their own."""
+    """Treat the rows of each attention head of q, k and v as a separate matrix."""
 
 
 _RULE_KEYS = {
@@ -134,9 +139,10 @@ _RULE_KEYS = {
     "lion": {"beta1", "beta2"},
     "muon": {"muon"},
 }
-"""Keys of `optimizer` that only some update rules use, by rule."""
+"""For each update rule, the keys of `optimizer` that it uses and not all rules do."""
 _SLOWEST_NARROW = 1 - 2**-8
-"""Largest decay of a bfloat16 moment: multiplied by more, it may be rounded back to itself."""
+"""Largest decay of a bfloat16 moment. With a decay nearer to 1, the product may be rounded back to
+the same number, so that the moment never decays."""
 
 
 @section("optimizer", KeyRole.METHOD)
@@ -161,32 +167,33 @@ class OptimizerConfig:
     """Decoupled weight decay, multiplied by lr; norms, biases and one-dimensional parameters are
     not decayed."""
     muon: MuonConfig = field(default_factory=MuonConfig)
-    """The numbers of muon."""
+    """The keys of muon."""
     adamw_lr: Positive | None = None
-    """Peak learning rate of parameters that adamw updates while `name` is another rule; null:
-    `lr`. Likewise for the next four keys."""
+    """Peak learning rate of the parameters that adamw updates if `name` is another rule; null:
+    `lr`."""
     adamw_beta1: _Decay | None = None
-    """Decay of the first moment of those parameters."""
+    """beta1 of the parameters that adamw updates if `name` is another rule; null: `beta1`."""
     adamw_beta2: _Decay | None = None
-    """Decay of the second moment of those parameters."""
+    """beta2 of the parameters that adamw updates if `name` is another rule; null: `beta2`."""
     adamw_eps: Positive | None = None
-    """eps of those parameters."""
+    """eps of the parameters that adamw updates if `name` is another rule; null: `eps`."""
     adamw_weight_decay: NotNegative | None = None
-    """Weight decay of those parameters."""
+    """Weight decay of the parameters that adamw updates if `name` is another rule; null:
+    `weight_decay`."""
     moment_dtype: Literal["float32", "bfloat16"] = "float32"
     """Dtype in which moments are stored between updates; updates compute in float32 or more.
     bfloat16 halves the memory, rounds once per update, and needs betas of at most 0.996."""
     offload_states: bool = False
     """Keep master weights and moments in host memory and copy them to the GPU bucket by
-    bucket for the update, with bit-identical results. Every byte is copied there and back
-    once per step."""
+    bucket for the update, with bit-identical results. Each step copies all of them to the GPU and
+    back once."""
     param_groups: tuple[ParamGroupConfig, ...] = ()
-    """Parameters with a rule, learning rate or weight decay of their own; the first match
-    counts."""
+    """Parameters with their own rule, learning rate or weight decay; the first entry whose pattern
+    matches a parameter applies."""
     grad_scaler: GradScalerConfig = field(default_factory=GradScalerConfig)
-    """The scale of the loss in float16."""
+    """Scaling of the loss in float16."""
     max_skipped_steps: CountOrZero = 10
-    """End the run after this many consecutive steps with non-finite gradients, not counting those
+    """End the run after this many consecutive steps with non-finite gradients, not counting steps
     after which the loss scale can still be lowered; 0: never."""
 
     def __post_init__(self) -> None:
@@ -214,7 +221,7 @@ class OptimizerConfig:
 
     @property
     def is_torchs(self) -> bool:
-        """True if a torch optimizer updates the weights, instead of a rule."""
+        """True if a torch optimizer updates the weights, False if a rule of ISP does."""
         return ":" in self.name
 
     @property
@@ -224,28 +231,28 @@ class OptimizerConfig:
         return asked | ({"adamw"} if self.name == "muon" else set())
 
     def of_rule(self, rule: str, key: str) -> float:
-        """Return `lr`, `weight_decay`, .. for the parameters that this rule updates."""
+        """Return the value of `key` (`lr`, `eps`, ..) for the parameters that `rule` updates."""
         own = getattr(self, f"adamw_{key}") if rule == "adamw" != self.name else None
         found: float = getattr(self.muon if rule == "muon" else self, key) if own is None else own
         return found
 
     def of_adamw(self, key: str) -> float:
-        """Return `lr`, `beta1`, .. for the parameters that adamw updates."""
+        """Return the value of `key` (`lr`, `beta1`, ..) for the parameters that adamw updates."""
         return self.of_rule("adamw", key)
 
     @property
     def unused(self) -> list[str]:
-        """Changed keys that none of the update rules uses."""
+        """Keys with another value than the default that no update rule of this run uses."""
         own = _RULE_KEYS["adamw"]
-        beside = {f"adamw_{key}" for key in ("lr", "weight_decay", *own)}
+        second = {f"adamw_{key}" for key in ("lr", "weight_decay", *own)}
         used = set().union(*(_RULE_KEYS.get(rule, own) for rule in self.rules))
         if "adamw" in self.rules and self.name != "adamw":
-            used |= beside
-        plain, left = OptimizerConfig(), (own | beside | {"muon"}) - used
+            used |= second
+        plain, left = OptimizerConfig(), (own | second | {"muon"}) - used
         return sorted(key for key in left if getattr(self, key) != getattr(plain, key))
 
     def _moment_decays(self) -> list[tuple[str, float]]:
-        """Return the keys of the moments' decays, and their values."""
+        """Return the key and value of the decay of each moment that this run's rules keep."""
         found = [("beta2", self.beta2)] if "lion" in self.rules else []
         if "adamw" in self.rules:
             found += [(key, self.of_adamw(key)) for key in ("beta1", "beta2")]
@@ -267,7 +274,7 @@ class LRSchedulerConfig:
     """Learning rate at the end of the decay, as a fraction of `optimizer.lr`."""
 
     def num_decay_steps(self, total_steps: int) -> int:
-        """Return the steps of the decay: all after the warm-up, or the last `decay_ratio`."""
+        """Return the number of decay steps: all after warm-up, or the last `decay_ratio` of all."""
         if self.decay_ratio is None:
             return total_steps - self.warmup_steps
         return round(total_steps * self.decay_ratio)

@@ -1,4 +1,4 @@
-"""`GradScaler`: the factor that keeps float16 gradients between underflow and overflow."""
+"""`GradScaler`: the loss scale, which keeps float16 gradients from underflow and overflow."""
 
 from __future__ import annotations
 
@@ -11,14 +11,12 @@ __all__ = ["GradScaler"]
 
 
 class GradScaler:
-    """A loss scale that is lowered when gradients overflow, and raised after long without overflow.
+    """A loss scale, lowered after overflows of gradients, raised after many steps without one.
 
     The loss is multiplied by `scale`, and so are all gradients; the optimizer divides them once.
     Every rank calls `update` with the same flag, from the global gradient norm, so the scales stay
-    equal without a collective.
-
-    [Note: Hysteresis] The first `hysteresis - 1` overflows since the scale was last raised do not
-    lower it, as a single bad batch means little; from then on every overflow does.
+    equal without a collective. The first `hysteresis - 1` overflows after the scale was raised do
+    not lower it, because a single bad batch means little; each later overflow does.
 
     Source: Micikevicius et al. 2018, mixed precision training; the rules are those of Megatron-LM,
     core/optimizer/grad_scaler.py, `DynamicGradScaler`, and max_scale is InternEvo's.
@@ -28,9 +26,9 @@ class GradScaler:
         self._config = config
         self._scale = float(config.initial_scale)
         self._steps_since_change = 0
-        """Finite steps since the scale was raised, or since a step was not finite."""
+        """Number of finite steps since the scale was raised or a step overflowed."""
         self._overflows_left = config.hysteresis
-        """Further overflows up to the first that lowers the scale."""
+        """Number of overflows until one lowers the scale, including that one; 0: each does."""
 
     @property
     def scale(self) -> float:
@@ -39,11 +37,14 @@ class GradScaler:
 
     @property
     def can_back_off(self) -> bool:
-        """True if the scale is above its minimum, so that a smaller one may still help."""
+        """True if the scale is above its minimum, so that it can still be lowered."""
         return self._scale > self._config.min_scale
 
     def update(self, *, overflow: bool) -> None:
-        """Count a step, whose gradients were not finite if `overflow` (the same on all ranks)."""
+        """Count a step and adapt the scale; `overflow`: its gradients were not finite.
+
+        All ranks must pass the same value.
+        """
         if overflow:
             self._steps_since_change = 0
             self._overflows_left = max(0, self._overflows_left - 1)

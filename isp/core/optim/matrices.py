@@ -1,13 +1,7 @@
-"""`MatrixUpdates`: rows of momentum are joined to whole matrices on home ranks, and cut again.
+"""`MatrixUpdates`: the updates of muon, which need whole matrices of momentum.
 
-[Note: Homes] A rank of a stage has some rows of each weight, given by its index in the weight group
-and in the zero1 group; other ranks may have the same rows. Each matrix has one rank of the stage as
-its home: the home receives the rows, each from one rank that has them, runs Newton-Schulz once, and
-sends all ranks their rows back. So a rank sends and receives about its own rows, and no product is
-computed twice. Matrices are assigned by cost, the most expensive first, each to the rank with the
-least work; this decides how many matrices of each cost a rank gets. Which ones is decided in the
-same way within each bucket, so that all ranks progress equally. Every rank computes the same
-assignment.
+Each matrix has a home rank, which receives its rows, makes it orthogonal and sends the rows back.
+See [Note: Homes] in docs/design/notes/optimizer.md.
 """
 
 from __future__ import annotations
@@ -45,32 +39,32 @@ __all__ = [
 ]
 
 _BATCH_ELEMENTS, _LARGEST_BATCH = 2**21, 16
-"""Elements and number of matrices at most that a device multiplies at once.
-
-[Note: One shape] The home of a matrix, and the other matrices there, change no bit: on CPU matrices
-are multiplied one by one, elsewhere small ones in batches whose size follows from the shape alone,
-padded with zeros.
-"""
+"""Limits of a batch of matrices that a device multiplies at once: elements, and matrices."""
 
 
 class Matrix(NamedTuple):
-    """A matrix of a weight: a block of its global tensor, within one expert."""
+    """A matrix of a weight, as a block of the weight's global tensor, in one expert if it has any.
+
+    A weight may consist of several matrices, such as fused q, k and v.
+    """
 
     offsets: tuple[int, ...]
+    """First index of the block in each dim."""
     sizes: tuple[int, ...]
+    """Size of the block in each dim; the last two are those of the matrix."""
 
     @property
     def cost(self) -> int:
-        """Multiplications of one Newton-Schulz iteration."""
+        """Number of multiplications of one Newton-Schulz iteration."""
         short, long = sorted(self.sizes[-2:])
         return short * short * (2 * long + short)
 
     def flops(self, keys: MuonConfig) -> int:
-        """Return the floating-point operations of the matrix's Newton-Schulz."""
+        """Return the number of floating-point operations of all Newton-Schulz iterations."""
         return 2 * self.cost * keys.ns_steps
 
     def ratio(self, keys: MuonConfig) -> float:
-        """Return the factor on the learning rate."""
+        """Return the factor on the learning rate; see `MuonConfig.adjust_lr_fn`."""
         rows, columns = self.sizes[-2:]
         if keys.adjust_lr_fn == "original":
             return math.sqrt(max(1.0, rows / columns))
@@ -78,9 +72,9 @@ class Matrix(NamedTuple):
 
 
 def matrices_of(name: str, layout: ParameterLayout, config: OptimizerConfig) -> list[Matrix]:
-    """Return the matrices of a weight, in order.
+    """Return the matrices that a weight consists of, in order.
 
-    Raises ValueError if its group splits it in proportions that do not divide it.
+    Raises ValueError if the `split` of its parameter group does not divide its output features.
     """
     shape, known = layout.global_shape, layout.matrices or Matrices()
     length, group = shape[known.dim], group_of(name, config)
@@ -95,6 +89,7 @@ def matrices_of(name: str, layout: ParameterLayout, config: OptimizerConfig) -> 
     elif config.muon.per_head and known.heads:
         sizes = (length // known.heads,) * known.heads
     starts = [sum(sizes[:i]) for i in range(len(sizes))]
+    # A matrix for each index of the leading dims (experts), and for each part along `known.dim`.
     cut: list[list[tuple[int, int]]] = [[(i, 1) for i in range(n)] for n in shape[:-2]]
     cut += [[(0, n)] for n in shape[-2:]]
     cut[known.dim] = list(zip(starts, sizes, strict=True))
@@ -102,13 +97,13 @@ def matrices_of(name: str, layout: ParameterLayout, config: OptimizerConfig) -> 
 
 
 def newton_schulz(x: Tensor, keys: MuonConfig) -> Tensor:
-    """Return x [A, B] or [n, A, B] with singular values of about 1, in the dtype of x.
+    """Return x [A, B], or a batch [n, A, B], made orthogonal: with singular values of about 1.
 
-    Runs the operations of `torch.optim.Muon`, which takes x in bfloat16.
+    Computes in the dtype of x, by the operations of `torch.optim.Muon` (which uses bfloat16).
     """
     a, b, c = keys.ns_coefficients
     multiply = torch.addmm if x.dim() == 2 else torch.baddbmm
-    is_tall = x.shape[-2] > x.shape[-1]  # transposed, so that x x^T is the smaller product
+    is_tall = x.shape[-2] > x.shape[-1]  # then transposed: x x^T is the smaller product
     x = x.mT if is_tall else x
     norm = torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True)
     x = x / norm.clamp(min=keys.eps)
@@ -119,7 +114,11 @@ def newton_schulz(x: Tensor, keys: MuonConfig) -> Tensor:
 
 
 def make_orthogonal(xs: Sequence[Tensor], keys: MuonConfig) -> None:
-    """Replace matrices of one shape by their `newton_schulz` [Note: One shape]."""
+    """Replace each of several matrices of one shape by its `newton_schulz`.
+
+    The bits do not depend on the other matrices. On CPU, matrices are multiplied one by one; on
+    other devices, in batches whose size depends only on the shape, padded with zeros.
+    """
     count = min(_LARGEST_BATCH, _BATCH_ELEMENTS // xs[0].numel())
     if xs[0].device.type == "cpu" or count < 2:
         for x in xs:
@@ -127,62 +126,74 @@ def make_orthogonal(xs: Sequence[Tensor], keys: MuonConfig) -> None:
         return
     for first in range(0, len(xs), count):
         some = xs[first : first + count]
+        # Always `count` matrices: with another batch size, a kernel might round differently.
         batch = some[0].new_zeros(count, *some[0].shape)
         foreach_copy_([*batch[: len(some)].unbind()], [*some])
         foreach_copy_([*some], [*newton_schulz(batch, keys)[: len(some)].unbind()])
 
 
 Update = Callable[[GroupValues, Rows], None]
+"""A function that updates rows with the values of their group."""
 
 _DEPTH = 3
-"""Buckets in flight to homes while one is multiplied, and buckets in flight back. With fewer, a
-rank that has little to multiply in a bucket would wait for ranks that have much."""
+"""Number of buckets in flight to their homes, and of buckets in flight back, while one bucket is
+multiplied. With fewer, a rank with little to multiply in a bucket would wait for other ranks."""
 
 
 class _Block(NamedTuple):
-    """A block of a matrix that is sent between its home and one rank."""
+    """A block of a matrix that is sent between the matrix's home and one rank."""
 
     rank: int
     """The other rank of the transfer."""
     at: int
-    """Index of the bucket's weight (on a rank with rows) or of the matrix (on its home)."""
+    """On a rank with rows: the index of the weight in the bucket. On the home: that of the
+    matrix."""
     box: Box
-    """The block, with its place in these rows or in this matrix."""
+    """The block, and where it is in these rows or in this matrix."""
 
 
 class _StageRanks(NamedTuple):
-    """The ranks of a pipeline stage; a rank's rows follow from its place in two groups."""
+    """The ranks of a pipeline stage, and which rows of a weight each rank has.
+
+    A *place* is the index of a shard in the weight group, and of rows of that shard in the zero1
+    group. Several ranks may have the same place.
+    """
 
     channel: Channel
+    """All ranks of the stage."""
     weight: int
     """Number of ranks in a weight group."""
     zero1: int
     """Number of ranks in a zero1 group."""
 
     def place(self, layout: ParameterLayout, rank: int) -> tuple[int, int]:
-        """Return the index of a rank's shard, and that of its rows within the shard."""
+        """Return the place of a rank's rows: the index of its shard, and of its rows in that."""
+        # Ranks of a stage are numbered with the weight group varying fastest.
         replica, index = divmod(rank, self.weight)
         return index if layout.sharded else 0, replica % self.zero1
 
     def ranks(self, layout: ParameterLayout, place: tuple[int, int]) -> list[int]:
-        """Return the ranks that have the rows of a place."""
+        """Return all ranks that have the rows of `place`."""
         replicas = range(place[1], self.channel.size // self.weight, self.zero1)
         indices = [place[0]] if layout.sharded else range(self.weight)
         return [replica * self.weight + index for replica in replicas for index in indices]
 
     def boxes(self, layout: ParameterLayout, place: tuple[int, int]) -> tuple[Box, ...]:
-        """Return the boxes of the rows of a place."""
+        """Return the boxes of the weight that the rows of `place` consist of."""
         shard = replace(layout, index=place[0])
         rows = chunk_range(shard.local_shape[0], self.zero1, place[1])
         return boxes_of(shard, (rows.start, rows.stop))
 
     def sender(self, ranks: Sequence[int], home: int) -> int:
-        """Return which of `ranks`, with the same rows, sends them to `home`: itself if it can."""
+        """Return which of `ranks`, which have the same rows, sends them to `home`.
+
+        It is `home` if that is one of them; others take turns, so that sends are spread.
+        """
         return home if home in ranks else ranks[home % len(ranks)]
 
 
 class MatrixBucket:
-    """Weights whose matrices travel and are made orthogonal together."""
+    """Weights whose matrices are sent to their homes and made orthogonal together."""
 
     def __init__(
         self,
@@ -193,7 +204,11 @@ class MatrixBucket:
         config: OptimizerConfig,
         dtype: torch.dtype | None,
     ) -> None:
-        """`matrices`: (index of the member, matrix, home). `dtype`: see `MatrixUpdates`."""
+        """Make a bucket of `members`.
+
+        `matrices`: for each matrix, the index of its member, itself and its home. `dtype`: see
+        `MatrixUpdates`.
+        """
         self.members, self._stage, self._keys = members, stage, config.muon
         self._grads = [shards[item].grad for item in members]
         self._tag = Tag(
@@ -204,22 +219,24 @@ class MatrixBucket:
             dtype = torch.bfloat16 if grad.is_cuda else grad.dtype
         self._dtype = grad.dtype if grad.dtype == torch.float64 else dtype
         self._sent: list[_Block] = []
-        """Blocks of own rows to send to homes, without those that another rank sends."""
+        """Blocks of this rank's rows to send to homes, without blocks that another rank sends."""
         self._returned: list[_Block] = []
-        """Blocks of own rows that homes send back."""
+        """Blocks of this rank's rows that homes send back."""
         self._gathered: list[_Block] = []
-        """Blocks of this home's matrices to receive."""
+        """Blocks to receive of the matrices whose home is this rank."""
         self._spread: list[_Block] = []
-        """Blocks of this home's matrices to send to all ranks that have their rows."""
+        """Blocks of the matrices whose home is this rank, to send to all ranks with their rows."""
         self._matrices: list[Matrix] = []
         """Matrices whose home is this rank."""
         self._scaled: dict[float, list[Tensor]] = {}
-        """Own rows, by the factor on the learning rate of their matrix."""
+        """This rank's rows, by the factor on the learning rate of their matrix."""
         self.all_flops = sum(matrix.flops(self._keys) for _, matrix, _ in matrices)
-        """Operations of Newton-Schulz for all matrices, on all homes."""
-        self._boxes = cache(stage.boxes)  # the same for all experts of a weight
+        """Floating-point operations of Newton-Schulz for all matrices, on all homes."""
+        self._boxes = cache(stage.boxes)  # equal for all experts of a weight
         for number, matrix, home in matrices:
             self._add(number, members[number].layout, matrix, home)
+        # An all-to-all sends by rank. The sort is stable, and all ranks add blocks in the same
+        # order of matrices, so sender and receiver agree on the order of blocks.
         for parts in (self._sent, self._returned, self._gathered, self._spread):
             parts.sort(key=lambda part: part.rank)
         self._whole: list[Tensor] = []
@@ -227,7 +244,7 @@ class MatrixBucket:
 
     @property
     def work_bytes(self) -> tuple[int, int]:
-        """Bytes that the bucket takes in flight, and bytes of its matrices and their products."""
+        """Bytes of the bucket's transfers, and bytes of its matrices and their products."""
         there, back = self._sent + self._gathered, self._spread + self._returned
         moved = max(sum(math.prod(part.box.sizes) for part in way) for way in (there, back))
         sizes = [math.prod(matrix.sizes) for matrix in self._matrices]
@@ -244,37 +261,37 @@ class MatrixBucket:
 
     @property
     def flops(self) -> int:
-        """Operations of Newton-Schulz for the matrices of this home."""
+        """Floating-point operations of Newton-Schulz for the matrices whose home is this rank."""
         return sum(matrix.flops(self._keys) for matrix in self._matrices)
 
     def gather(self) -> None:
-        """Wait for the rows of this home's matrices, and join them."""
+        """Wait for the rows of the matrices whose home is this rank, and join them."""
         self._whole = [self._new(matrix.sizes) for matrix in self._matrices]
         self._arrive([part.box.view(self._whole[part.at]) for part in self._gathered])
 
     def multiply(self) -> None:
-        """Make this home's matrices orthogonal."""
-        alike: dict[tuple[int, ...], list[Tensor]] = {}
+        """Make the matrices whose home is this rank orthogonal."""
+        by_shape: dict[tuple[int, ...], list[Tensor]] = {}  # only equal shapes can be batched
         for x in self._whole:
-            alike.setdefault(x.shape[-2:], []).append(x.view(x.shape[-2:]))
-        for xs in alike.values():
+            by_shape.setdefault(x.shape[-2:], []).append(x.view(x.shape[-2:]))
+        for xs in by_shape.values():
             make_orthogonal(xs, self._keys)
 
     def spread(self) -> None:
-        """Launch the transfer of the results to the ranks that have their rows."""
+        """Launch the transfer of the results to all ranks that have their rows."""
         blocks = [part.box.view(self._whole[part.at]) for part in self._spread]
         self._pending = self._exchange(blocks, self._spread, self._returned)
         self._whole = []
 
     def finish(self) -> None:
-        """Wait for the updates of own rows, which overwrite the gradients."""
+        """Wait for the results of this rank's rows, which overwrite its gradients."""
         self._arrive([part.box.view(self._grads[part.at]) for part in self._returned])
         for ratio, rows in self._scaled.items():
             if ratio != 1 and rows:
                 foreach_mul_(rows, ratio)
 
     def _add(self, number: int, layout: ParameterLayout, matrix: Matrix, home: int) -> None:
-        """Add the blocks of a member's matrix that this rank sends and receives."""
+        """Add the blocks that this rank sends and receives of a matrix of member `number`."""
         stage, rank = self._stage, self._stage.channel.rank
         here = stage.place(layout, rank)
         own = [
@@ -306,7 +323,8 @@ class MatrixBucket:
     def _exchange(
         self, views: Sequence[Tensor], there: Sequence[_Block], here: Sequence[_Block]
     ) -> Pending:
-        """Launch the all-to-all that sends `views`, blocks `there`, and receives those `here`."""
+        """Launch an all-to-all that sends the blocks `there`, as `views`, and receives `here`."""
+        # One flat tensor each way: an all-to-all takes counts of elements by rank.
         out, into = (_by_rank(parts, self._stage.channel.size) for parts in (there, here))
         sent, received = self._new((sum(out),)), self._new((sum(into),))
         pieces = sent.split([view.numel() for view in views]) if views else ()
@@ -323,14 +341,15 @@ class MatrixBucket:
         copy_all((x, piece.view(x.shape)) for piece, x in zip(pieces, views, strict=True))
 
     def _new(self, shape: tuple[int, ...]) -> Tensor:
+        """Return a new tensor in the dtype of transfers and products."""
         return self._grads[0].new_empty(shape, dtype=self._dtype)
 
 
 class MatrixUpdates:
     """Updates of weights by whole matrices, bucket by bucket [Note: Homes].
 
-    While the matrices of one bucket are multiplied, the rows of the next buckets and the results of
-    those before are in flight.
+    While the matrices of one bucket are multiplied, the rows of later buckets and the results of
+    earlier buckets are in flight.
     """
 
     def __init__(
@@ -344,10 +363,12 @@ class MatrixUpdates:
         bucket_bytes: int,
         dtype: torch.dtype | None = None,
     ) -> None:
-        """`bucket_bytes`: bytes of gradients in a bucket for each rank of the stage; buckets are
+        """Divide the weights of `shards` into buckets, and their matrices over home ranks.
+
+        `bucket_bytes`: bytes of gradients in a bucket for each rank of the stage; buckets are
         larger if each rank would multiply less than half of the most expensive matrix. `dtype`:
-        dtype in which matrices are sent and multiplied; None: bfloat16 on CUDA, elsewhere that of
-        gradients; float64 gradients always stay float64.
+        dtype in which matrices are sent and multiplied; None: bfloat16 on CUDA, on other devices
+        that of gradients. Matrices of float64 gradients are always float64.
         """
         channel = channels[Axis.STAGE]
         stage = _StageRanks(channel, channels[Axis.WEIGHT].size, channels[Axis.ZERO1].size)
@@ -358,8 +379,9 @@ class MatrixUpdates:
         most = max((cost for of in costs.values() for cost in of), default=0)
 
         def share(item: ShardedParameter) -> float:
-            """Return the fraction of one rank's share of a bucket that this weight fills."""
+            """Return how much of one rank's part of a bucket this weight fills; 1: all of it."""
             num_bytes = math.prod(item.layout.global_shape) * shards[item].grad.itemsize
+            # The minimum, so that a bucket is full only when it has enough bytes and enough work.
             return min(num_bytes / max(1, bucket_bytes), sum(costs[item]) / most * 2)
 
         found = grouped(shards, lambda item: shards[item].grad.dtype, share, channel.size)
@@ -375,7 +397,7 @@ class MatrixUpdates:
 
     @property
     def buckets(self) -> list[MatrixBucket]:
-        """The buckets, in order."""
+        """The buckets, in the order of updates."""
         return [bucket for bucket, *_ in self._parts]
 
     @property
@@ -385,7 +407,7 @@ class MatrixUpdates:
 
     @property
     def work_bytes(self) -> int:
-        """Bytes of device memory that an update takes: buckets in flight and one's matrices."""
+        """Bytes of device memory that an update takes: transfers, and one bucket's matrices."""
         sizes, window = [bucket.work_bytes for bucket in self.buckets], 2 * _DEPTH + 1
         travel = (sum(moved for moved, _ in sizes[i : i + window]) for i in range(len(sizes)))
         return max(travel, default=0) + max((own for _, own in sizes), default=0)
@@ -393,9 +415,10 @@ class MatrixUpdates:
     def run(
         self, average: Update, step: Update, meanwhile: Callable[[], None]
     ) -> Iterator[Sequence[ShardedParameter]]:
-        """Update all weights, and yield those of each bucket when they are done.
+        """Update all weights bucket by bucket, and yield the weights of each updated bucket.
 
-        `meanwhile` is called once, while the first rows are in flight.
+        `average` and `step` are those of the update rules. `meanwhile` is called once, while the
+        first rows are in flight.
         """
 
         def launch(number: int) -> None:
@@ -422,7 +445,11 @@ def in_turn(
     meanwhile: Callable[[], None],
     multiply: Callable[[int], None],
 ) -> Iterator[int]:
-    """Call `launch` and `multiply` for each of `count` buckets in turn; yield those to finish."""
+    """Call `launch` and `multiply` for each of `count` buckets; yield the buckets to finish.
+
+    A bucket is launched `_DEPTH` buckets before it is multiplied, and finished `_DEPTH` after. All
+    ranks do so in the same order, so that their collectives meet.
+    """
     for number in range(-_DEPTH, count + _DEPTH):
         if number + _DEPTH < count:
             launch(number + _DEPTH)
@@ -435,7 +462,10 @@ def in_turn(
 
 
 def _homes(buckets: Sequence[Sequence[Sequence[int]]], size: int) -> Iterator[int]:
-    """Yield the home of each matrix of each weight of each bucket, by costs [Note: Homes]."""
+    """Yield the home rank of each matrix, given the costs of each bucket's weights' matrices.
+
+    `size`: number of ranks of the stage. See [Note: Homes] in docs/design/notes/optimizer.md.
+    """
     # First over all buckets: how many matrices of each cost a rank gets.
     every = [[cost for costs in members for cost in costs] for members in buckets]
     loads, left = [0] * size, [Counter[int]() for _ in range(size)]
@@ -458,7 +488,7 @@ def _homes(buckets: Sequence[Sequence[Sequence[int]]], size: int) -> Iterator[in
 
 
 def _by_rank(parts: Iterable[_Block], size: int) -> list[int]:
-    """Return the number of elements sent to, or received from, each rank."""
+    """Return the number of elements of the blocks that each rank sends or receives."""
     found = [0] * size
     for part in parts:
         found[part.rank] += math.prod(part.box.sizes)

@@ -1,26 +1,8 @@
-"""Optimizer states at rest (between updates) and at work (during one), and the copies in between.
+"""Optimizer states at rest (between updates) and at work (during an update), and copies of them.
 
-[Note: At rest and at work] At work, states are on the device, in the dtype of the master weights.
-At rest a moment may be narrower, and all states, masters included, may be in host memory. States
-that are the same at rest and at work are updated in place, all at once. The others are updated in
-buckets, through two buffers: while one bucket is updated, the next is copied in and the one before
-is copied out, on a stream for each direction. Arithmetic always runs on the device, so the place of
-states at rest changes no bit.
-
-[Note: Streamed, not updated there] An adamw element in float32 is copied as 12 bytes in and, at the
-same time, 12 out: 0.22 ns on a link of 55 GB/s each way (PCIe 5 x16), 0.48 ns at 25 GB/s
-(calculated). On the host, torch's fused AdamW takes 1.44 ns of one core (measured on a Xeon, 2^25
-elements), and the gradient and the weight would still have to be copied. A rank would need 3 to 7
-cores of its own to be as fast. Streaming reads and writes 24 bytes of host memory an element, an
-update there 28.
-
-[Note: Where rows are cut] torch's CPU kernels compute the last few elements of a tensor apart from
-the others, perhaps with other roundings. Rows are cut at multiples of 64 elements, so that these
-elements are the same for any number of buckets.
-
-[Note: Written weights] A weight is its master, rounded. If it is not, other code has written it
-since the last update, and the master takes its value; other masters keep the digits that rounding
-cuts off. Version counters of tensors would cost nothing, but miss writes through `.data`.
+States that rest in host memory, or in a narrower dtype, are copied to the device bucket by bucket
+and updated there. See [Note: At rest and at work] and [Note: Streamed, not updated there] in
+docs/design/notes/optimizer.md.
 """
 
 from __future__ import annotations
@@ -53,18 +35,19 @@ __all__ = [
 T = TypeVar("T")
 
 MASTER = "master"
-"""Name of the master weights among the states."""
+"""Key of the master weights in dicts of states."""
 STREAM_BYTES = 128 * 2**20
 """Bytes of a bucket's states at work: enough for copies to reach the link's bandwidth."""
 _UNIT = 64
-"""Rows are cut at multiples of so many elements [Note: Where rows are cut], and views of a buffer
-begin at multiples of so many bytes."""
+"""Alignment: rows are cut at multiples of 64 elements, so that a CPU kernel treats each element the
+same for any number of buckets, and views of a buffer begin at multiples of 64 bytes. See
+[Note: Where rows are cut] in docs/design/notes/optimizer.md."""
 
 
 def kept(rule: UpdateRule, dtype: torch.dtype) -> dict[str, torch.dtype]:
-    """Return name and dtype at rest of each state of weights of `dtype`.
+    """Return the states that `rule` keeps for weights of `dtype`: name and dtype at rest.
 
-    Masters are among them only if they are not the weights themselves.
+    Master weights are included unless the weights are their own masters (float32 or wider).
     """
     wide = master_dtype(dtype)
     masters = {} if wide == dtype else {MASTER: wide}
@@ -72,10 +55,10 @@ def kept(rule: UpdateRule, dtype: torch.dtype) -> dict[str, torch.dtype]:
 
 
 class StateMemory:
-    """Memory for states at rest, on the device or on its host, handed out by `take`.
+    """Memory for states at rest, on the device or on the host; `take` returns parts of it.
 
-    On the host it is one pinned allocation for each dtype, of as many elements as `sizes` add up
-    to. Raises ValueError if the host has too little.
+    On the host it is one pinned allocation for each dtype, with as many elements as `sizes` add up
+    to. Raises ValueError if the host has too little memory.
     """
 
     def __init__(
@@ -83,6 +66,7 @@ class StateMemory:
     ) -> None:
         self._device = device
         self._left: dict[torch.dtype, Tensor] | None = None
+        """Host memory that is not taken yet; None: states rest on the device."""
         self.host_bytes = 0
         """Bytes of host memory allocated."""
         if not on_host:
@@ -96,8 +80,8 @@ class StateMemory:
         except MemoryError as error:
             raise ValueError(
                 f"optimizer.offload_states=true needs {self.host_bytes / 2**30:.2f} GiB of host"
-                f" memory for a rank: {error}: use false, optimizer.moment_dtype=bfloat16, or more"
-                f" ranks to share them (parallel.weight.size, parallel.zero1.size)"
+                f" memory for a rank: {error}: use false, optimizer.moment_dtype=bfloat16, or"
+                f" more ranks to split the states (parallel.weight.size, parallel.zero1.size)"
             ) from None
 
     def resting(
@@ -108,14 +92,17 @@ class StateMemory:
         grad: Tensor,
         kinds: Mapping[str, torch.dtype],
     ) -> Resting:
-        """Return rows of a parameter with states of these dtypes: zeros, and masters' values."""
+        """Return rows of a parameter with states of the dtypes `kinds`, by name.
+
+        States are zeros; master weights are copies of `weights`.
+        """
         found = {kind: self.take(weights.shape, dtype) for kind, dtype in kinds.items()}
         if MASTER in found:
             found[MASTER].copy_(weights)
         return Resting(name, rows, weights, grad, found)
 
     def take(self, shape: torch.Size, dtype: torch.dtype) -> Tensor:
-        """Return zeros of this shape."""
+        """Return a part of the memory as a tensor of zeros with this shape and dtype."""
         if self._left is None:
             return torch.zeros(shape, dtype=dtype, device=self._device)
         own, self._left[dtype] = self._left[dtype].tensor_split([math.prod(shape)])
@@ -124,35 +111,39 @@ class StateMemory:
 
 @dataclass(frozen=True, eq=False)
 class Resting:
-    """Rows of one parameter's shard, with their states at rest."""
+    """Rows of one parameter's shard, with their optimizer states as kept between updates."""
 
     name: str
     """The parameter's name in the whole model."""
     rows: range
+    """The rows, counted in the shard."""
     weights: Tensor
+    """View of the parameter."""
     grad: Tensor
+    """Summed main gradient, in the dtype of the master weights."""
     states: dict[str, Tensor]
-    """States of the update rule, by name, and master weights unless `weights` are these."""
+    """States of the update rule, by name, and the master weights unless `weights` are these."""
 
     @property
     def master(self) -> Tensor:
+        """The master weights: a state, or the weights themselves."""
         return self.states.get(MASTER, self.weights)
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the states and masters, at work."""
+        """Bytes of the states and master weights, at work."""
         number = len({MASTER, *self.states})
         return self.weights.numel() * self.grad.element_size() * number
 
     def only(self, *, master: bool) -> Resting:
-        """Return these rows with the master weights alone, or with all other states."""
+        """Return these rows with only the master weights, or with all other states."""
         states = {name: x for name, x in self.states.items() if (name == MASTER) is master}
         return replace(self, states=states)
 
     def pieces(self, limit_bytes: int) -> Iterator[Resting]:
-        """Yield the rows in pieces of up to `limit_bytes` at work, cut at multiples of a unit."""
+        """Yield the rows in pieces of up to `limit_bytes` at work [Note: Where rows are cut]."""
         num_rows, row_elements = self.weights.shape[0], math.prod(self.weights.shape[1:])
-        unit = _UNIT // math.gcd(_UNIT, row_elements)  # rows, so that a piece has whole units
+        unit = _UNIT // math.gcd(_UNIT, row_elements)  # rows with a multiple of _UNIT elements
         fitting = max(unit, limit_bytes * num_rows // self.num_bytes // unit * unit)
         if fitting >= num_rows:
             yield self
@@ -167,10 +158,10 @@ class Resting:
 
 @dataclass(frozen=True, eq=False)
 class StateBucket:
-    """Rows that are at work together, of one dtype and group."""
+    """Rows that are updated together; they have one dtype and one parameter group."""
 
     values: GroupValues
-    """Rate, weight decay and rule of all rows."""
+    """Learning rate, weight decay and rule of all rows."""
     rows: list[Resting]
 
     @property
@@ -180,27 +171,30 @@ class StateBucket:
 
     @property
     def wide_bytes(self) -> int:
-        """Bytes that copies of narrow states take at work."""
+        """Bytes of wide copies, at work, of states that rest in a narrower dtype."""
         dtype = self.rows[0].grad.dtype
         every = (x for found in self.states.values() for x in found if x.dtype != dtype)
         return sum(x.numel() * dtype.itemsize for x in every)
 
 
 def _buckets_of(groups: Mapping[GroupValues, list[Resting]], limit_bytes: int) -> list[StateBucket]:
-    """Return the rows of `groups` in buckets of up to `limit_bytes` at work, each of one group."""
+    """Return the rows of `groups` in buckets of up to `limit_bytes` at work.
+
+    The rows of a bucket have one group, one dtype, and all or none have separate master weights.
+    """
     found: list[StateBucket] = []
     for values, rows in groups.items():
         by_kind: dict[tuple[torch.dtype, bool], list[Resting]] = {}
         for row in rows:
             key = row.grad.dtype, MASTER in row.states
             by_kind.setdefault(key, []).append(row)
-        for alike in by_kind.values():
-            found += (StateBucket(values, members) for members in _cut(alike, limit_bytes))
+        for of_kind in by_kind.values():
+            found += (StateBucket(values, members) for members in _cut(of_kind, limit_bytes))
     return found
 
 
 def _cut(rows: list[Resting], limit_bytes: int) -> list[list[Resting]]:
-    """Cut rows into buckets, in order; rows larger than a bucket come in pieces."""
+    """Divide rows into buckets of up to `limit_bytes`, in order; cut rows that are larger."""
     buckets: list[list[Resting]] = []
     room = 0
     for piece in (piece for row in rows for piece in row.pieces(limit_bytes)):
@@ -213,12 +207,12 @@ def _cut(rows: list[Resting], limit_bytes: int) -> list[list[Resting]]:
 
 
 class _Buffer:
-    """Device memory that buckets use in turn."""
+    """Device memory for the states of a bucket; buckets use two of these alternately."""
 
     def __init__(self, num_bytes: int, device: torch.device) -> None:
         self._memory = torch.empty(num_bytes, dtype=torch.uint8, device=device)
         self.free: streams.Event | None = None
-        """Event after which its last bucket has been copied out; None: it is free."""
+        """Event after which the buffer's last bucket has been copied out; None: no bucket yet."""
 
     def views(self, bucket: StateBucket) -> dict[str, list[Tensor]]:
         """Return a view of the buffer for each state of a bucket, by name."""
@@ -234,17 +228,20 @@ class _Buffer:
 
 
 def _aligned(num_bytes: int) -> int:
+    """Return `num_bytes` rounded up to a multiple of `_UNIT`."""
     return -(-num_bytes // _UNIT) * _UNIT
 
 
 def _buffer_bytes(bucket: StateBucket) -> int:
+    """Return the bytes of a buffer for the states of a bucket."""
     return sum(_aligned(x.nbytes) for found in bucket.states.values() for x in found)
 
 
 class StateStream:
-    """Runs updates of the rows of `groups`, whose states rest on the device, or `on_host`.
+    """Updates the rows of `groups`, whose states rest on the device, or on the host (`on_host`).
 
-    See [Note: At rest and at work].
+    Arithmetic runs on the device in either case, with the same bits. See
+    [Note: At rest and at work] in docs/design/notes/optimizer.md.
     """
 
     def __init__(
@@ -264,26 +261,26 @@ class StateStream:
         self._inward = streams.new(device) if on_host else None
         self._outward = streams.new(device) if on_host else None
         self._home: streams.Event | None = None
-        """Event after which all states are back on the host."""
+        """Event after which all states have been copied back to the host."""
         self._buckets = self.add(groups)
 
     @property
     def work_bytes(self) -> int:
-        """Bytes of device memory that `pass_through` takes for states."""
+        """Bytes of device memory that `pass_through` allocates for states."""
         wide = max((bucket.wide_bytes for bucket in self._every), default=0)
         return wide + (2 * self._largest(self._every) if self._on_host else 0)
 
     def add(self, groups: Mapping[GroupValues, list[Resting]]) -> list[StateBucket]:
-        """Return further rows in buckets, to be given to `pass_through` later."""
+        """Divide further rows into buckets and return these, for later calls of `pass_through`."""
         rows = [row for of_group in groups.values() for row in of_group]
         narrow = any(x.dtype != row.grad.dtype for row in rows for x in row.states.values())
-        # In place all rows are one bucket: copies alone need a limit.
+        # Only copies need a limit of bytes: rows that are updated in place are one bucket.
         limit = self._bucket_bytes if self._on_host or narrow else sys.maxsize
         self._every += (found := _buckets_of(groups, limit))
         return found
 
     def settle(self) -> None:
-        """Block the host until states in its memory may be read and written."""
+        """Block the host until it may read and write the states in its memory."""
         if self._home is not None:
             self._home.synchronize()
 
@@ -292,9 +289,9 @@ class StateStream:
         update: Callable[[GroupValues, Rows], None],
         buckets: Sequence[StateBucket] | None = None,
     ) -> None:
-        """Call `update` for the rows of each bucket, then copy masters to weights.
+        """Call `update` for the rows of each bucket, then copy its master weights to the weights.
 
-        `buckets`: the result of an `add`; None: the buckets of `groups`.
+        `buckets`: the result of a call of `add`; None: the buckets of the `groups` given first.
         """
         buckets = self._buckets if buckets is None else buckets
         if not self._on_host:
@@ -306,10 +303,11 @@ class StateStream:
     def _stream(
         self, update: Callable[[GroupValues, Rows], None], buckets: Sequence[StateBucket]
     ) -> None:
+        """Update buckets whose states rest on the host, through two buffers on the device."""
         device, size = self._device, self._largest(buckets)
         buffers = [_Buffer(size, device) for _ in range(2)]
         streams.follow(self._inward)  # copies in begin after earlier work on these states
-        coming = self._bring(buckets[0], buffers[0])
+        coming = self._bring(buckets[0], buffers[0])  # in flight: the next bucket to update
         for number, bucket in enumerate(buckets):
             here, arrived = coming
             # The next bucket is copied into the other buffer while this one is updated.
@@ -319,6 +317,8 @@ class StateStream:
                 arrived.wait()
             self._work(bucket, here, update)
             self._take_back(bucket, here, buffers[number % 2])
+        # The allocator may reuse the buffers on this stream when they are dropped: not before
+        # they are copied out.
         for buffer in buffers:
             if buffer.free is not None:
                 buffer.free.wait()
@@ -335,7 +335,7 @@ class StateStream:
         places = buffer.views(bucket)
         with streams.on(self._inward):
             if buffer.free is not None:
-                buffer.free.wait()  # the bucket before is still being copied out of it
+                buffer.free.wait()  # until the earlier bucket in it has been copied out
             for name, found in bucket.states.items():
                 for place, rest in zip(places[name], found, strict=True):
                     place.copy_(rest, non_blocking=True)
@@ -344,8 +344,8 @@ class StateStream:
     def _take_back(
         self, bucket: StateBucket, places: Mapping[str, list[Tensor]], buffer: _Buffer
     ) -> None:
-        """Launch the copy of a bucket's states back to where they rest."""
-        streams.follow(self._outward)  # after the update, on this stream
+        """Launch the copy of a bucket's states back to the host."""
+        streams.follow(self._outward)  # after the update, which is queued on the current stream
         with streams.on(self._outward):
             for name, found in bucket.states.items():
                 for place, rest in zip(places[name], found, strict=True):
@@ -358,8 +358,12 @@ class StateStream:
         states: Mapping[str, list[Tensor]],
         update: Callable[[GroupValues, Rows], None],
     ) -> None:
-        """Update a bucket whose `states` are on the device; narrow states are rounded once."""
+        """Update a bucket, whose `states` are on the device, and write narrow states back.
+
+        An update computes in the dtype of gradients, so a narrow state is rounded once.
+        """
         dtype, weights = bucket.rows[0].grad.dtype, [row.weights for row in bucket.rows]
+        # `to` returns a state that has this dtype itself, so that it is updated in place.
         wide = {name: [x.to(dtype) for x in found] for name, found in states.items()}
         masters = wide.get(MASTER, weights)
         if self._weights_may_change and masters is not weights:
@@ -378,7 +382,7 @@ class StateStream:
 def by_values(
     shards: Mapping[T, Resting], values: Mapping[T, GroupValues]
 ) -> dict[GroupValues, list[Resting]]:
-    """Return this rank's rows, without empty ones, by their parameters' values."""
+    """Group this rank's rows by the group values of their parameters; leave out empty rows."""
     groups: dict[GroupValues, list[Resting]] = {}
     for item, shard in shards.items():
         if shard.weights.numel():
@@ -387,6 +391,9 @@ def by_values(
 
 
 def take_up(master: Tensor, weight: Tensor) -> None:
-    """Copy weights that other code has written to their masters [Note: Written weights]."""
+    """Copy each weight that is not its master rounded into its master: other code has written it.
+
+    See [Note: Written weights] in docs/design/notes/optimizer.md.
+    """
     rounded = master.to(weight.dtype)
     torch.where(rounded == weight, master, weight, out=master)

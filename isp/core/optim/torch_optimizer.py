@@ -1,10 +1,4 @@
-"""`TorchUpdates`: updates of a rank's rows by a torch optimizer.
-
-[Note: Elements by themselves] A rank has some rows, or columns, of a weight. So an optimizer must
-treat elements independently: its states have the weights' shape, or are numbers for a whole weight,
-such as a count of steps. This is tested on small tensors: the optimizer runs on all of them and on
-a part, and must do the same to the part.
-"""
+"""`TorchUpdates`: updates of a rank's rows by a torch optimizer, which must be elementwise."""
 
 from __future__ import annotations
 
@@ -23,11 +17,11 @@ from isp.core.weights.sharded_parameter import ShardedParameter
 __all__ = ["MakeOptimizer", "TorchUpdates", "check_elementwise", "count_states", "optimizer_of"]
 
 MakeOptimizer: TypeAlias = "Callable[[list[tuple[str, nn.Parameter]]], torch.optim.Optimizer]"
-"""A function from (name, parameter) pairs to an optimizer."""
+"""A function that makes an optimizer, given (name, parameter) pairs."""
 
 
 def optimizer_of(config: OptimizerConfig, decayed: Collection[str]) -> MakeOptimizer | None:
-    """Return a function that makes the optimizer `config.name`; None if that is a rule of ISP.
+    """Return a function that makes the torch optimizer `config.name`; None if that is ISP's rule.
 
     `decayed`: names of the weights with weight decay. Raises ValueError if the class cannot be
     imported.
@@ -45,10 +39,11 @@ def optimizer_of(config: OptimizerConfig, decayed: Collection[str]) -> MakeOptim
         "eps": config.eps,
         "weight_decay": config.weight_decay,
     }
-    alike = (key for key in values if key in takes and _is_like(takes[key].default, values[key]))
-    known = {key: values[key] for key in alike}
+    accepted = (key for key in values if key in takes and _accepts(takes[key].default, values[key]))
+    known = {key: values[key] for key in accepted}
 
     def make(named: list[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
+        # Two groups, because torch sets weight decay by group.
         groups: list[dict[str, Any]] = [{"params": [pair for pair in named if pair[0] in decayed]}]
         plain = {"weight_decay": 0.0} if "weight_decay" in known else {}
         groups.append({"params": [pair for pair in named if pair[0] not in decayed], **plain})
@@ -59,18 +54,22 @@ def optimizer_of(config: OptimizerConfig, decayed: Collection[str]) -> MakeOptim
 
 
 def count_states(make: MakeOptimizer) -> int:
-    """Return the number of states in the shape of a weight that the optimizer keeps."""
+    """Return the number of states with a weight's shape that the optimizer keeps for it.
+
+    Finds it by a step on a small weight.
+    """
     weight = nn.Parameter(torch.ones(2, 2))
     optimizer = make([("weight", weight)])
     weight.grad = torch.ones_like(weight)
     optimizer.step()
-    return sum(_is_alike(x, weight) for x in optimizer.state[weight].values())
+    return sum(_has_shape_of(x, weight) for x in optimizer.state[weight].values())
 
 
 class TorchUpdates:
     """Updates rows by a torch optimizer over `nn.Parameter`s that are views of the master weights.
 
-    These have a gradient only during an update, and stepping the optimizer at another time raises.
+    These parameters have a gradient only during `update`; a step of the optimizer at another time
+    raises RuntimeError.
     """
 
     work_bytes = 0
@@ -82,7 +81,11 @@ class TorchUpdates:
         *,
         peak: float | None = None,
     ) -> None:
-        """`peak`: learning rate for which groups' rates are given; None: the caller sets rates."""
+        """Make the optimizer for the rows of `shards`.
+
+        `peak`: the learning rate that the optimizer was made with, which `set_rate` scales; None:
+        the caller sets the learning rates.
+        """
         self._shards = {item.name: shard for item, shard in shards.items()}
         self._parameters = {
             name: nn.Parameter(shard.master) for name, shard in self._shards.items()
@@ -92,20 +95,22 @@ class TorchUpdates:
         self._updates, self._peak = False, peak
 
     def set_rate(self, lr: float) -> None:
-        """Scale the groups' learning rates by `lr` / `peak`, if there is a `peak`."""
+        """Scale the learning rates of all groups by `lr` / `peak`; without `peak`, do nothing."""
         for group in self.optimizer.param_groups if self._peak is not None else ():
+            # The rate at the start is kept under the key that torch's schedulers use for it.
             group["lr"] = group.setdefault("initial_lr", group["lr"]) * lr / self._peak
 
     def _check_step(self, *_: object) -> None:
+        """Raise RuntimeError unless `update` runs; torch calls this before each step."""
         if not self._updates:
             raise RuntimeError("the optimizer is stepped by run.step: leave out optimizer.step()")
 
     def update(self, reached: Collection[str]) -> None:
-        """Update the rows of the weights that are `reached`; weights follow their masters."""
+        """Update the rows of the weights whose names are `reached`, and copy masters to weights."""
         for name, shard in self._shards.items():
             if MASTER in shard.states:
                 take_up(shard.master, shard.weights)
-            if name in reached:
+            if name in reached:  # torch's optimizers skip a parameter without a gradient
                 self._parameters[name].grad = shard.grad
         self._updates = True
         try:
@@ -119,15 +124,18 @@ class TorchUpdates:
                 shard.weights.copy_(shard.master)
 
     def settle(self) -> None:
-        """Copy references of the optimizer's current states into the shards."""
+        """Put the optimizer's current states into the shards' `states`, as references."""
         for name, shard in self._shards.items():
             for kind in shard.states.keys() - {MASTER}:
                 del shard.states[kind]
             shard.states.update(self._own_states(name)[0])
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state that `settle` leaves out: numbers of weights by name, and of groups."""
-        left_out = ("params", "param_names")
+        """Return the state that `settle` leaves out: values of weights by name, and of groups.
+
+        Values are states that do not have their weight's shape, such as step counts.
+        """
+        left_out = ("params", "param_names")  # they depend on the layout
         groups = [
             {key: value for key, value in group.items() if key not in left_out}
             for group in self.optimizer.param_groups
@@ -136,12 +144,14 @@ class TorchUpdates:
         return {"kind": self.kind, "groups": groups, "values": values}
 
     def load_state_dict(self, state: Mapping[str, Any], kinds: Mapping[str, list[str]]) -> None:
-        """Load a `state_dict` of any layout, and make zero states of these `kinds`, by weight.
+        """Load a `state_dict` of any layout, and make states of zeros for the caller to fill.
 
-        Raises ValueError if it is of another optimizer, or of other groups.
+        `kinds`: names of these states, by weight. Raises ValueError if the state is of another
+        optimizer, or of another number of groups.
         """
         if state.get("kind") != self.kind:
             raise ValueError(f"saved by {state.get('kind', 'isp')}, and this run has {self.kind}")
+        # torch identifies a parameter by its index in this layout; the saved values are by name.
         own = self.optimizer.state_dict()["param_groups"]
         names = {id(parameter): name for name, parameter in self._parameters.items()}
         of_index: dict[int, Any] = {}
@@ -163,20 +173,23 @@ class TorchUpdates:
         return f"{type(self.optimizer).__module__}.{type(self.optimizer).__qualname__}"
 
     def _own_states(self, name: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """Return a weight's states in the weight's shape, and its other values."""
+        """Return a weight's states that have its shape, and its other values, such as counts."""
         parameter = self._parameters[name]
         of_one = self.optimizer.state.get(parameter, {})
-        alike = {k: x for k, x in of_one.items() if _is_alike(x, parameter)}
-        return alike, {k: x for k, x in of_one.items() if k not in alike}
+        shaped = {k: x for k, x in of_one.items() if _has_shape_of(x, parameter)}
+        return shaped, {k: x for k, x in of_one.items() if k not in shaped}
 
 
 def check_elementwise(make: MakeOptimizer, dims: Mapping[str, int], device: torch.device) -> None:
-    """Raise ValueError unless the optimizer is elementwise and has all weights.
+    """Raise ValueError unless the optimizer is elementwise and updates all weights.
 
-    `dims`: number of dimensions of each weight, by name. See [Note: Elements by themselves].
+    A rank has only some rows or columns of a weight, so the optimizer must treat elements
+    independently. Its states have the weight's shape, or are values for a whole weight, such as a
+    count of steps. `dims`: number of dimensions of each weight, by name.
     """
     if not dims:
-        raise ValueError("optimizer=..: all weights are frozen, leave it out")
+        raise ValueError("optimizer=..: all weights are frozen: leave out optimizer")
+    # Run it on small tensors, and on a part of them: it must do the same to the part.
     generator = torch.Generator().manual_seed(0)
     whole = {
         name: torch.randn(4, *[3] * dim, dtype=torch.float64, generator=generator).to(device)
@@ -197,15 +210,15 @@ def check_elementwise(make: MakeOptimizer, dims: Mapping[str, int], device: torc
 
 
 def _tried(make: MakeOptimizer, values: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
-    """Run three steps from x[0] with gradients x[1:], for each x of `values`.
+    """Run three steps from weights x[0] with gradients x[1:], for each x of `values`.
 
-    Returns weights and states by name.
+    Returns, by name, the weight and the states that are tensors.
     """
     parameters = {name: nn.Parameter(x[0].clone()) for name, x in values.items()}
     try:
         optimizer = make([*parameters.items()])
         for group in optimizer.param_groups:
-            # A rate of 0, which a warm-up may begin with, would hide every dependence.
+            # A learning rate of 0, as at the start of a warm-up, would hide all dependences.
             group["lr"] = 0.1 if not group.get("lr") else group["lr"]
         held = {id(p) for group in optimizer.param_groups for p in group["params"]}
         for step in range(1, 4):
@@ -215,9 +228,9 @@ def _tried(make: MakeOptimizer, values: Mapping[str, Tensor]) -> dict[str, dict[
     except Exception as error:  # the caller's function, or the optimizer, may raise anything
         first = next(iter(str(error).strip().splitlines()), "")
         raise ValueError(
-            f"optimizer=.. fails on small weights: {type(error).__name__}: {first} (it is called"
-            f" with (name, parameter) pairs, each of some elements of a weight, and stepped without"
-            f" a closure)"
+            f"optimizer=.. fails on small weights: {type(error).__name__}: {first}: pass a function"
+            f" that takes (name, parameter) pairs, where a parameter has only some elements of a"
+            f" weight, and returns an optimizer that steps without a closure"
         ) from error
     if left := [name for name, p in parameters.items() if id(p) not in held]:
         raise ValueError(
@@ -237,11 +250,15 @@ def _tried(make: MakeOptimizer, values: Mapping[str, Tensor]) -> dict[str, dict[
     }
 
 
-def _is_like(default: object, value: object) -> bool:
-    """Return whether a parameter with this default takes the value: Adafactor's eps is a pair."""
+def _accepts(default: object, value: object) -> bool:
+    """Return True if an argument with this default takes `value`: both pairs, or both floats.
+
+    Optimizers use some names differently: Adafactor's eps is a pair.
+    """
     pair = isinstance(value, tuple)
     return isinstance(default, tuple) and len(default) == 2 if pair else isinstance(default, float)
 
 
-def _is_alike(x: object, parameter: Tensor) -> bool:
+def _has_shape_of(x: object, parameter: Tensor) -> bool:
+    """Return True if x is a tensor with the shape of `parameter`."""
     return isinstance(x, Tensor) and x.shape == parameter.shape

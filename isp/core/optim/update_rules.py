@@ -1,6 +1,6 @@
 """Update rules of weights with their states, learning rates, and the values of parameter groups.
 
-Code that keeps, saves or counts optimizer states gets them from the rule. A further rule is a class
+Code that keeps, saves or counts optimizer states asks the rule for them. To add a rule, add a class
 here, and its name and keys in `isp.core.optim.config`.
 """
 
@@ -43,7 +43,7 @@ __all__ = [
 
 
 class Rows(NamedTuple):
-    """Rows of parameters to update; every list has a tensor for each parameter."""
+    """Rows of parameters to update; each list has one entry for each parameter."""
 
     masters: list[Tensor]
     """Master weights."""
@@ -55,7 +55,7 @@ class Rows(NamedTuple):
     """Names of the parameters."""
 
     def of(self, names: Collection[str]) -> Rows:
-        """Return the rows of these parameters."""
+        """Return the rows of the parameters with these names."""
         kept = [name in names for name in self.names]
         if all(kept):
             return self
@@ -68,12 +68,10 @@ class Rows(NamedTuple):
 
 
 class UpdateRule(ABC):
-    """An update of master weights by gradients; it holds no state but `config`.
+    """An update of master weights by gradients, with no state but `config`.
 
-    [Note: Whole matrices] A rule gets some rows of a parameter's shard, so it can only treat each
-    element or row independently. A rule that needs whole matrices first averages gradients into its
-    momentum by rows (`average`). The result is joined on the matrix's home rank, made orthogonal
-    there, and sent back as rows, by which `step` updates (`isp.core.optim.matrices`).
+    A rule gets some rows of a parameter's shard, so it must treat each element or row
+    independently, or be `by_matrix`. See [Note: Whole matrices] in docs/design/notes/optimizer.md.
     """
 
     by_matrix = False
@@ -87,9 +85,9 @@ class UpdateRule(ABC):
         """Return the name and the dtype at rest of each state of master weights of `dtype`.
 
         States begin as zeros and have the shape of their weights. A state is saved under its name,
-        so rules with equally named states load each other's. The dtype from `moment` may be
-        narrower than `dtype`: it is for states that an update only averages into, so that only the
-        value that the next update begins with is rounded.
+        so a rule loads the states of another rule with the same name. The dtype of `moment` may be
+        narrower than `dtype`. Use it only for states that an update reads and replaces by an
+        average: the update computes with the unrounded average, and only what is kept is rounded.
         """
 
     def moment(self, dtype: torch.dtype) -> torch.dtype:
@@ -98,14 +96,18 @@ class UpdateRule(ABC):
 
     @abstractmethod
     def step(self, rows: Rows, *, lr: float, weight_decay: float, numbers: Sequence[int]) -> None:
-        """Update masters and states in place; `numbers` counts each row's updates, from 1 on.
+        """Update masters and states in place; may overwrite gradients.
 
-        Rows may be given all at once or some at a time: no result depends on other rows.
+        `numbers`: for each parameter, the number of this update, from 1. Rows may be passed all at
+        once or some at a time: the result of a row does not depend on other rows.
         """
 
     def average(self, rows: Rows) -> None:
-        """Update states, and overwrite gradients by the rows of the matrix to make orthogonal."""
-        raise NotImplementedError(f"{type(self).__name__} updates by elements")
+        """Update states, and overwrite gradients by rows of the matrices to make orthogonal.
+
+        Only for rules `by_matrix`, which are called before `step`.
+        """
+        raise NotImplementedError(f"{type(self).__name__} updates each element independently")
 
 
 class AdamW(UpdateRule):
@@ -118,10 +120,11 @@ class AdamW(UpdateRule):
         return {"exp_avg": self.moment(dtype), "exp_avg_sq": self.moment(dtype)}
 
     def step(self, rows: Rows, *, lr: float, weight_decay: float, numbers: Sequence[int]) -> None:
+        # Steps before this update, as tensors on the device, where the fused kernel reads them.
         size, device, latest = len(rows.masters), rows.masters[0].device, max(numbers)
         before = torch.full((size,), latest - 1, dtype=torch.float32, device=device)
         for place, number in enumerate(numbers):
-            if number < latest:  # of weights that some steps did not reach
+            if number < latest:  # weights that had no gradient in some steps
                 before[place] = number - 1
         adamw(
             rows.masters,
@@ -154,8 +157,8 @@ class Lion(UpdateRule):
     def step(self, rows: Rows, *, lr: float, weight_decay: float, numbers: Sequence[int]) -> None:
         beta1, beta2 = self.config.beta1, self.config.beta2
         masters, grads, moments = rows.masters, rows.grads, rows.states["exp_avg"]
-        foreach_lerp_(grads, moments, beta1)  # c, in the place of g
-        # The new m lies between m and c at this fraction: g, which is gone, is not needed.
+        foreach_lerp_(grads, moments, beta1)  # c, which overwrites g
+        # From m and c, without g: m + (1 - beta2) (g - m), where g - m = (c - m) / (1 - beta1).
         foreach_lerp_(moments, grads, (1 - beta2) / (1 - beta1))
         foreach_sign_(grads)
         foreach_mul_(masters, 1 - lr * weight_decay)
@@ -163,11 +166,12 @@ class Lion(UpdateRule):
 
 
 class Muon(UpdateRule):
-    """Updates by momentum with singular values of about 1; decoupled weight decay, one state.
+    """Updates by momentum matrices made orthogonal; decoupled weight decay, one state.
 
     m = lerp(g, m, momentum);  u = lerp(g, m, momentum) if nesterov else m
     w -= lr (orthogonal(u) ratio(shape) + weight_decay w)
-    Source: Jordan et al. 2024, Muon; the numbers are those of `torch.optim.Muon`.
+    orthogonal(u) has the singular vectors of u and singular values of about 1.
+    Source: Jordan et al. 2024, Muon; the defaults are those of `torch.optim.Muon`.
     """
 
     by_matrix = True
@@ -184,25 +188,26 @@ class Muon(UpdateRule):
             foreach_copy_(rows.grads, moments)
 
     def step(self, rows: Rows, *, lr: float, weight_decay: float, numbers: Sequence[int]) -> None:
+        # The gradients hold rows of orthogonal matrices by now, with their factor on lr.
         foreach_mul_(rows.masters, 1 - lr * weight_decay)
         foreach_add_(rows.masters, rows.grads, alpha=-lr)
 
 
 class NoRule(UpdateRule):
-    """The rule of a run whose weights a torch optimizer updates: no states of ISP's own."""
+    """The rule of a run in which a torch optimizer updates the weights: it has no states."""
 
     def states(self, dtype: torch.dtype) -> dict[str, torch.dtype]:
         return {}
 
     def step(self, rows: Rows, *, lr: float, weight_decay: float, numbers: Sequence[int]) -> None:
-        raise NotImplementedError("torch's optimizer updates")
+        raise NotImplementedError("a torch optimizer updates these weights")
 
 
 _RULES: dict[str, type[UpdateRule]] = {"adamw": AdamW, "lion": Lion, "muon": Muon}
 
 
 def update_rule(config: OptimizerConfig, name: str | None = None) -> UpdateRule:
-    """Return the rule called `name`; None: `config.name`."""
+    """Return the rule with this name; None: the rule `config.name`."""
     return _RULES.get(name or config.name, NoRule)(config)
 
 
@@ -210,8 +215,8 @@ def learning_rate(step: int, *, peak: float, total_steps: int, config: LRSchedul
     """Return the learning rate of step number `step`, from 0, in a run of `total_steps`.
 
     It rises linearly to `peak` within `warmup_steps`, stays there, and decays over the last
-    `config.num_decay_steps` to `min_lr_factor * peak` in the last step, and for steps after it. The
-    formulas are torchtitan's.
+    `config.num_decay_steps` to `min_lr_factor * peak`, which it has in the last step and after it.
+    The formulas are torchtitan's.
     """
     if step < config.warmup_steps:
         return peak * (step + 1) / config.warmup_steps
@@ -229,11 +234,12 @@ def learning_rate(step: int, *, peak: float, total_steps: int, config: LRSchedul
 
 
 class GroupValues(NamedTuple):
-    """The values by which a parameter is updated."""
+    """The values by which the parameters of a group are updated."""
 
     lr_scale: float
     """Factor on the learning rate of the step."""
     weight_decay: float
+    """Decoupled weight decay; 0: none."""
     rule: str = "adamw"
     """Name of the update rule."""
 
@@ -241,12 +247,12 @@ class GroupValues(NamedTuple):
 def group_values(
     name: str, config: OptimizerConfig, *, decays: bool, matrices: Matrices | None = None
 ) -> GroupValues:
-    """Return the values for the parameter called `name` in the whole model.
+    """Return the values for the parameter with the name `name` in the whole model.
 
-    They come from the first of `config.param_groups` whose pattern matches. Without a weight decay
-    there, or without a match, only parameters that `decays` are decayed. Parameters without
-    `matrices` take another rule than muon, and so do tables, heads and routers unless a group gives
-    them muon.
+    They are those of the first of `config.param_groups` whose pattern matches. Without a match, or
+    if the group has no weight decay, the rule's weight decay applies if `decays`. A parameter
+    without `matrices` gets another rule than muon, and so do tables, heads and routers, unless
+    their group has `rule: muon`.
     """
     group = group_of(name, config)
     asked = None if group is None else group.rule
@@ -262,17 +268,20 @@ def group_values(
 
 
 def values_of(name: str, layout: ParameterLayout, config: OptimizerConfig) -> GroupValues:
-    """Return the `group_values` for a parameter of this layout."""
+    """Return the `group_values` for a parameter with this name and layout."""
     return group_values(name, config, decays=layout.decays, matrices=layout.matrices)
 
 
 def group_of(name: str, config: OptimizerConfig) -> ParamGroupConfig | None:
-    """Return the first of `config.param_groups` whose pattern is found in the name."""
+    """Return the first of `config.param_groups` whose pattern is found in `name`, or None."""
     return next((g for g in config.param_groups if re.search(g.pattern, name)), None)
 
 
 def rules_in_words(layouts: Mapping[str, ParameterLayout], config: OptimizerConfig) -> str:
-    """Return a line for each rule with the parameters of the whole model that it updates."""
+    """Return a line for each update rule, with the names of the parameters that it updates.
+
+    `layouts`: the layout of each parameter of the whole model, by name.
+    """
     found: dict[str, list[str]] = {}
     for name, layout in layouts.items():
         found.setdefault(values_of(name, layout, config).rule, []).append(name)
@@ -281,7 +290,10 @@ def rules_in_words(layouts: Mapping[str, ParameterLayout], config: OptimizerConf
 
 
 def check_groups(names: Iterable[str], config: OptimizerConfig) -> None:
-    """Raise ValueError for a group without a parameter of the whole model."""
+    """Raise ValueError if an entry of `config.param_groups` applies to no parameter.
+
+    `names`: all parameters of the whole model.
+    """
     names = list(names)
     unmatched = set(names)
     for place, group in enumerate(config.param_groups):
@@ -289,12 +301,12 @@ def check_groups(names: Iterable[str], config: OptimizerConfig) -> None:
         if not found & unmatched:
             raise ValueError(
                 f"optimizer.param_groups.{place}.pattern={group.pattern!r} is"
-                f" {'found only in names that groups before it took' if found else 'in no name'};"
-                f" the parameters are {_shortened(names)}"
+                f" {'found only in names that earlier entries match' if found else 'in no name'}:"
+                f" remove the entry or change its pattern; the parameters are {_shortened(names)}"
             )
         unmatched -= found
 
 
 def _shortened(names: Iterable[str]) -> str:
-    """Return the names in words, with layer numbers as N and so once for all layers."""
+    """Return the names, separated by commas, with block numbers as N: once for all blocks."""
     return ", ".join(dict.fromkeys(re.sub(r"\.\d+\.", ".N.", name) for name in names))

@@ -1,4 +1,4 @@
-"""`Zero1Optimizer`, an update rule with states split over the replicas, and its `Publisher`."""
+"""`Zero1Optimizer`, an optimizer with states split over replicas, and its `Publisher`."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ __all__ = [
 
 
 class WeightBucket(Bucket):
-    """Parameters whose updated rows are all-gathered over a channel, one transfer at a time."""
+    """Parameters whose updated rows are all-gathered over a channel by one collective."""
 
     def __init__(self, members: list[ShardedParameter], channel: Channel) -> None:
         super().__init__(Purpose.PUBLISHED_WEIGHT, members, channel, channel.size)
@@ -52,12 +52,12 @@ class WeightBucket(Bucket):
         self._flats = [member.parameter.detach().view(-1) for member in members]
 
     def launch(self) -> Pending:
-        """Launch the all-gather of this rank's rows and the others'."""
+        """Launch the all-gather: send this rank's rows, receive those of the other ranks."""
         assert self.pending is None or self.pending.waited
         sent = self._flats[0].new_empty(sum(self.widths))  # [L]
         rank, slots = self.channel.rank, sent.split(self.widths)
         owned = (
-            flat[rank * width : (rank + 1) * width]  # fewer at the end: padding is never read
+            flat[rank * width : (rank + 1) * width]  # the last rank has less; padding is not read
             for flat, width in zip(self._flats, self.widths, strict=True)
         )
         copy_all((slot[: own.numel()], own) for slot, own in zip(slots, owned, strict=True))
@@ -67,6 +67,7 @@ class WeightBucket(Bucket):
         return self.pending
 
     def _unpack(self, gathered: Tensor) -> Tensor:
+        """Copy the gathered pieces [p, L] into the parameters."""
         copy_all(
             pair
             for flat, slots in zip(self._flats, gathered.split(self.widths, dim=1), strict=True)
@@ -76,7 +77,10 @@ class WeightBucket(Bucket):
 
 
 def _rows_of_all(flat: Tensor, slots: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield pairs of a parameter's elements and their source in slots [p, width]."""
+    """Yield (target, source) pairs: elements of a flat parameter, and theirs in slots [p, width].
+
+    At most two pairs: the full slots as one copy, and the last slot without its padding.
+    """
     if width := slots.shape[1]:
         num_full, rest = divmod(flat.numel(), width)
         yield flat[: num_full * width].view(num_full, width), slots[:num_full]
@@ -85,10 +89,10 @@ def _rows_of_all(flat: Tensor, slots: Tensor) -> Iterator[tuple[Tensor, Tensor]]
 
 
 class Publisher:
-    """Copies the rows that each rank owns into the parameters of all ranks of `channel`.
+    """Sends the rows that each rank has updated to all ranks of `channel`, by all-gathers.
 
-    Buckets have about `bucket_bytes` of parameters, in order of declaration: those that the next
-    forward pass needs first are sent first.
+    Buckets have about `bucket_bytes` of parameters, in order of declaration: parameters that the
+    next forward needs first are sent first.
     """
 
     def __init__(
@@ -110,23 +114,26 @@ class Publisher:
         self._bucket_of = {item.parameter: b for b in self.buckets for item in b.members}
 
     def launch(self) -> list[Pending]:
-        """Launch all transfers; wait for a parameter's own before using it."""
+        """Launch all transfers; call `wait_for` of a parameter before reading it."""
         return [bucket.launch() for bucket in self.buckets]
 
     def launch_updated(self, left: Collection[ShardedParameter]) -> None:
-        """Launch the buckets that are not in flight and have no parameter `left` to update."""
+        """Launch the buckets that are not in flight and whose parameters are all updated.
+
+        `left`: parameters that are not updated yet.
+        """
         for bucket in self.buckets:
             if bucket.pending is None and not any(item in left for item in bucket.members):
                 bucket.launch()
 
     def wait_for(self, parameter: nn.Parameter) -> None:
-        """Wait until `parameter` is up to date; free if it is already."""
+        """Wait until `parameter` has its new value; costs nothing if it has."""
         for wait in self.waits_for([parameter]):
             wait()
 
     def waits_for(self, parameters: Iterable[nn.Parameter]) -> list[Callable[[], None]]:
-        """Return a function to wait for each bucket that contains one of these parameters."""
-        of = self._bucket_of  # none in a channel of one rank
+        """Return a function for each bucket with one of these parameters, which waits for it."""
+        of = self._bucket_of  # empty in a channel of one rank
         return [bucket.wait for bucket in dict.fromkeys(of[p] for p in parameters if p in of)]
 
     def wait(self) -> None:
@@ -136,7 +143,7 @@ class Publisher:
 
 
 _IN_CACHE = 1 << 16
-"""Elements whose float64 copy stays in a core's cache."""
+"""Number of elements whose float64 copy stays in the cache of a CPU core."""
 
 
 class StepResult(NamedTuple):
@@ -149,41 +156,40 @@ class StepResult(NamedTuple):
 
 
 class ShardState(TypedDict):
-    """The state of a parameter on this rank."""
+    """The optimizer state of a parameter's rows on this rank."""
 
     rows: list[int]
-    """(start, stop) of dim 0 of the local shard."""
+    """(start, stop) of the rows, on dim 0 of the local shard."""
     tensors: dict[str, Tensor]
     """The states of the update rule by name, and the `master` weights."""
 
 
 class OptimizerState(TypedDict):
-    """Plain numbers, lists and tensors; the tensors are the optimizer's own, not copies."""
+    """This rank's optimizer state; the tensors are the optimizer's own, not copies."""
 
     step: int
-    """Updates made so far; skipped steps do not count."""
+    """Number of updates made so far; skipped steps do not count."""
     parameters: dict[str, ShardState]
-    """State of each parameter by name, even if this rank has none of its rows."""
+    """State of each parameter by name, also of parameters of which this rank has no rows."""
 
 
 class Zero1Optimizer:
-    """An update rule on float32 master weights (float64 for float64), split over the zero1 group.
+    """Updates master weights in float32 (float64 for float64), split over the zero1 group.
 
     A rank of the zero1 group owns some rows of dim 0 of each parameter's local shard, given by
-    `chunk_range`. It alone keeps their master weights and states and updates them; `publish` sends
-    them to the others. Parameters must not be moved or replaced afterwards. If other code writes
-    them (`weights_may_change`), masters follow [Note: Written weights].
+    `chunk_range`. Only this rank keeps the rows' master weights and states and updates them;
+    `publish` sends the new weights to the other ranks. Parameters must not be moved or replaced
+    afterwards. With `weights_may_change`, other code may write weights, and their masters take the
+    values [Note: Written weights].
 
-    If a parameter is float16 (or `config.grad_scaler` says so), the loss is scaled: the result of
-    `scale_loss` has to be differentiated, and `step` divides the gradients by the scale.
+    If a parameter is float16, or `config.grad_scaler.use` is `always`, the loss is scaled: call
+    backward of the result of `scale_loss`; `step` divides the gradients by the scale.
+
+    A weight without a gradient on any rank is not updated. See [Note: Reached] in
+    docs/design/notes/optimizer.md.
 
     Collectives, in this order on all ranks: the norm over WORLD, the rows over ZERO1.
     Source: Rajbhandari et al. 2020, ZeRO stage 1.
-
-    [Note: Reached] torch's optimizers skip a parameter whose `grad` is None. Likewise, a weight
-    that no loss of a step reaches keeps its value and states, and the step does not count as one of
-    its updates. It is reached if any rank has a gradient of it, zeros included: a rank may have no
-    part in the loss, or no token for its experts. The all-reduce of the norm counts these ranks.
     """
 
     def __init__(
@@ -201,11 +207,15 @@ class Zero1Optimizer:
         make: MakeOptimizer | None = None,
         matrix_dtype: torch.dtype | None = None,
     ) -> None:
-        """`make` makes a torch optimizer that replaces the rule of `config`, at its own rates;
-        None: `config` decides, and the rates are those given to `step`.
-        `names` are the parameters of all pipeline stages, in the same order on all ranks; None:
-        this rank has all. `matrix_dtype`: see `MatrixUpdates`.
-        Raises ValueError for a bad `max_norm`, or too little host memory for states."""
+        """Make an optimizer for the parameters of `gradients`; clip their norm to `max_norm`.
+
+        `make` makes a torch optimizer, which replaces the rule of `config` and sets its own
+        learning rates; None: the rule of `config`, with the learning rate given to `step`. `names`
+        are the parameters of all pipeline stages, in the same order on all ranks; None: this rank
+        has all. `counted_elsewhere`: names of parameters that the norm counts on another stage.
+        `matrix_dtype`: see `MatrixUpdates`. Raises ValueError if `max_norm` is negative or not
+        finite, or if the host has too little memory for states.
+        """
         if not 0 <= max_norm < math.inf:
             raise ValueError(f"max_norm={max_norm} must be finite and at least 0 (0: no clipping)")
         peak = config.lr if make is None else None
@@ -215,24 +225,24 @@ class Zero1Optimizer:
             name: update_rule(config, name) if make is None else NoRule(config)
             for name in config.rules
         }
-        """The update rules of the weights, by name."""
+        """The update rules, by name."""
         self.config = config
         self.num_skipped = 0
-        """Steps skipped so far."""
+        """Number of steps skipped so far."""
         self.skipped_in_a_row = 0
-        """Consecutive skipped steps after which the loss scale could not be lowered."""
+        """Number of consecutive skipped steps after which the loss scale could not be lowered."""
         dtypes = {item.parameter.dtype for item in gradients.parameters}
         scales = torch.float16 in dtypes or config.grad_scaler.use == "always"
         self.scaler = GradScaler(config.grad_scaler) if scales else None
         """The loss scale; None if the loss is not scaled."""
         self._gradients = gradients
         self._channels = channels
-        assert names is not None or channels[Axis.PIPELINE].size == 1, "of all stages"
+        assert names is not None or channels[Axis.PIPELINE].size == 1, "names of all stages needed"
         self._names = names or [item.name for item in gradients.parameters]
         self._reached: frozenset[str] = frozenset()
         """Names of the weights that the step updates [Note: Reached]; set by `grad_norm`."""
         self._missed = Counter[str]()
-        """Number of updates that did not reach each weight, by name."""
+        """Number of updates in which each weight had no gradient on any rank, by name."""
         self._max_norm = max_norm
         self._counted_elsewhere = frozenset(counted_elsewhere)
         zero1 = channels[Axis.ZERO1]
@@ -240,7 +250,7 @@ class Zero1Optimizer:
             item: chunk_range(item.parameter.shape[0], zero1.size, zero1.rank)
             for item in gradients.parameters
         }
-        # A model that is frozen as a whole has no parameters here.
+        # If all weights are frozen, there are no parameters.
         device = next((p.parameter.device for p in gradients.parameters), torch.device("cpu"))
         self._device = device
         values = {item: values_of(item.name, item.layout, config) for item in owned}
@@ -284,7 +294,7 @@ class Zero1Optimizer:
             bucket_bytes=bucket_bytes,
             dtype=matrix_dtype,
         )
-        """Updates of the weights that are updated by whole matrices."""
+        """The updates of weights whose rule needs whole matrices (muon)."""
         self._stream: StateStream | TorchUpdates = stream
         if make is not None and self._shards:  # torch's optimizers refuse an empty list
             self._stream = TorchUpdates(self._shards, make, peak=peak)
@@ -301,20 +311,21 @@ class Zero1Optimizer:
     ) -> StepResult:
         """Compute the norm, unscale, clip, update this rank's rows at rate `lr`, and publish.
 
-        A parameter of one of `config.param_groups` gets that group's fraction of `lr`. Needs
-        reduced gradients, which it overwrites. With `wait=False`, new weights are still in flight
+        A parameter of one of `config.param_groups` gets that group's fraction of `lr`. Gradients
+        must be reduced, and are overwritten. With `wait=False`, new weights are still in flight
         afterwards: call `published` for each parameter before using it. If the gradient norm is not
         finite (the same on all ranks), the step is skipped and counted, and the loss scale may be
-        lowered. If the batch `is_empty` (called once the norm is known), no gradient comes from a
-        loss, and the step is only skipped and counted. `norm` is the result of `grad_norm`, if
-        that was called before.
+        lowered. If `is_empty`, called when the norm is known, returns True, no token had a loss,
+        and the step is skipped and counted, too. `norm`: the result of an earlier call of
+        `grad_norm`; None: it is computed.
         """
-        assert self._gradients.reduced, "the gradients have to be reduced before the step"
+        assert self._gradients.reduced, "gradients have to be reduced before a step: call reduce()"
         self._publisher.wait()
         norm = self.grad_norm() if norm is None else norm
         if not math.isfinite(norm):
             self._count_skip()
             return StepResult(norm, skipped=True)
+        # No overflow: an empty batch leaves the loss scale and `skipped_in_a_row` as they are.
         if is_empty():
             self.num_skipped += 1
             return StepResult(norm, skipped=True)
@@ -335,19 +346,19 @@ class Zero1Optimizer:
         return self._stream.work_bytes + self.matrices.work_bytes
 
     def scale_loss(self, loss: Tensor) -> Tensor:
-        """Return the loss to differentiate: `loss` times the loss scale, if there is one."""
+        """Return the loss to call backward of: `loss` times the loss scale, if there is one."""
         return loss if self.scaler is None else loss * self.scaler.scale
 
     def grad_norm(self) -> float:
-        """Return the global norm of the reduced gradients, unscaled; synchronizes with the device.
+        """Return the global norm of the reduced gradients, without the loss scale.
 
-        Also finds which weights the step updates [Note: Reached]. The norm is the same in every
-        layout. Ranks of the first zero1 group of the replicas count the rows that they update, so
-        each row counts once. Of a parameter that is replicated over a weight group, the group's
-        first rank counts it; of one that two pipeline stages hold (tied weights), the stage that
-        does not list it in `counted_elsewhere`. Squares are added in float64, where their order
-        hardly matters.
+        A collective, which also finds the weights that the step updates [Note: Reached], and waits
+        for the device. The norm is the same in every layout, because each gradient is counted once
+        and squares are added in float64, in which their order hardly matters.
         """
+        # Each element is counted by one rank only. Of the replicas: the ranks of the first zero1
+        # group, each its rows. Of a parameter that a whole weight group holds: the group's first
+        # rank. Of tied weights on two stages: the stage that is not in `counted_elsewhere`.
         channels = self._channels
         updates_first = channels[Axis.WEIGHT_DATA].rank < channels[Axis.ZERO1].size
         first = channels[Axis.WEIGHT].rank == 0
@@ -360,16 +371,16 @@ class Zero1Optimizer:
         ]
         squares = torch.zeros((), dtype=torch.float64, device=self._device)
         if counted:
-            # CUDA makes no wide copy of a gradient. The CPU does, so it gets pieces whose copies
-            # stay in the cache.
+            # On the CPU the norm in float64 copies a gradient, so it is computed by pieces whose
+            # copies stay in the cache. On CUDA it makes no copy.
             if squares.device.type == "cpu":
                 counted = [x for grad in counted for x in _pieces(grad)]
             norms = foreach_norm(counted, 2, dtype=torch.float64)
             squares = torch.stack(norms).square().sum()
         gradients = self._gradients
-        # The flags of reached weights ride on the same all-reduce as the squares.
-        came = {x.name for x in gradients.parameters if gradients.came(x.parameter)}
-        flags = torch.tensor([float(name in came) for name in self._names], dtype=torch.float64)
+        # One all-reduce for the squares and for the number of ranks that reach each weight.
+        here = {x.name for x in gradients.parameters if gradients.has_gradient(x.parameter)}
+        flags = torch.tensor([float(name in here) for name in self._names], dtype=torch.float64)
         totals = torch.cat((squares.view(1), pinned_memory.send(flags, self._device)))
         totals = channels[Axis.WORLD].all_reduce_(totals, tag=Tag(tensor="grad norm")).wait()
         total, *counts = totals.tolist()
@@ -379,22 +390,22 @@ class Zero1Optimizer:
 
     @torch.no_grad()
     def publish(self) -> list[Pending]:
-        """Launch the all-gathers of updated rows over the zero1 group; return one for each bucket.
+        """Launch the all-gathers of updated rows over the zero1 group, one for each bucket.
 
-        Buckets are in order of declaration, in which a forward pass needs them.
+        Buckets are in order of declaration, in which a forward needs them.
         """
         return self._publisher.launch()
 
     def published(self, parameter: nn.Parameter) -> None:
-        """Wait for the new value of `parameter`; free if it has arrived."""
+        """Wait for the new value of `parameter`; costs nothing if it has arrived."""
         self._publisher.wait_for(parameter)
 
     def publications(self, parameters: Iterable[nn.Parameter]) -> list[Callable[[], None]]:
-        """Return functions that wait for these parameters' new values, one for each bucket."""
+        """Return functions that wait for the new values of `parameters`, one for each bucket."""
         return self._publisher.waits_for(parameters)
 
     def state_dict(self) -> OptimizerState:
-        """Return masters, states and step count of this rank's rows; see `OptimizerState`."""
+        """Return the master weights and states of this rank's rows, and the number of updates."""
         self._stream.settle()
         return {
             "step": self._num_updates,
@@ -409,24 +420,25 @@ class Zero1Optimizer:
 
     @torch.no_grad()
     def states_changed(self, num_updates: int | None = None) -> None:
-        """Copy masters to weights after the tensors of `state_dict` were written; a collective.
+        """Set weights from their masters, after the tensors of `state_dict` were written.
 
-        `num_updates`: number of updates made so far; None: as before. Publishes over ZERO1.
+        A collective over ZERO1. `num_updates`: number of updates made so far; None: unchanged.
         """
         self._publisher.wait()
         for shard in self._shards.values():
             shard.weights.copy_(shard.master)
         if num_updates is not None:
             self._num_updates = num_updates
-            self._missed.clear()  # `load_skip_state` knows of them
+            self._missed.clear()  # `load_skip_state` sets it
         self.publish()
         self._publisher.wait()
 
     @torch.no_grad()
     def take_up_weights(self, *, only_written: bool = False) -> None:
-        """Copy weights to masters, after other code has written the same weights on all ranks.
+        """Set master weights from the weights, which other code has written equally on all ranks.
 
-        `only_written`: skip masters that round to their weight [Note: Written weights].
+        `only_written`: leave a master as it is if its weight is the master rounded
+        [Note: Written weights].
         """
         self._publisher.wait()
         self._stream.settle()
@@ -436,9 +448,10 @@ class Zero1Optimizer:
                 take_up(shard.master, weights) if only_written else shard.master.copy_(weights)
 
     def skip_state(self) -> dict[str, Any]:
-        """Return what checkpoints keep in addition to `state_dict`: skipped steps, missed updates.
+        """Return the counts of skipped steps and missed updates, and the loss scale's state.
 
-        Plain numbers, the same on all ranks of every layout.
+        Checkpoints keep them in addition to `state_dict`. They are plain numbers, the same on all
+        ranks and in every layout.
         """
         return {
             "num_skipped": self.num_skipped,
@@ -448,18 +461,19 @@ class Zero1Optimizer:
         }
 
     def load_skip_state(self, state: Mapping[str, Any]) -> None:
-        """Take up a saved `skip_state`, the same on all ranks.
+        """Load a saved `skip_state`, the same on all ranks.
 
-        A run that scales the loss begins at its own initial scale if the saved one did not scale.
+        If the saved run did not scale the loss and this one does, its initial scale is used.
         """
         self.num_skipped = state["num_skipped"]
         self.skipped_in_a_row = state["skipped_in_a_row"]
-        # Earlier versions updated all weights in each step.
+        # Absent in checkpoints of earlier versions, which updated all weights in each step.
         self._missed = Counter(state.get("missed_updates", {}))
         if self.scaler is not None and state["grad_scaler"] is not None:
             self.scaler.load_state_dict(state["grad_scaler"])
 
     def _count_skip(self) -> None:
+        """Count a step with non-finite gradients, and lower the loss scale if it is due."""
         self.num_skipped += 1
         if self.scaler is None or not self.scaler.can_back_off:
             self.skipped_in_a_row += 1
@@ -467,10 +481,10 @@ class Zero1Optimizer:
             self.scaler.update(overflow=True)
 
     def _unscale_and_clip(self, norm: float) -> None:
-        """Divide this rank's gradients by the loss scale, and clip `norm` (unscaled) to max_norm.
+        """Divide this rank's gradients by the loss scale, and clip their `norm` to `max_norm`.
 
-        One multiplication does both. The clipping factor is that of
-        `torch.nn.utils.clip_grad_norm_`, its 1e-6 included.
+        `norm` is without the loss scale. One multiplication does both. The clipping factor is that
+        of `torch.nn.utils.clip_grad_norm_`, including its 1e-6.
         """
         factor = 1.0 if self.scaler is None else 1 / self.scaler.scale
         if self._max_norm:
@@ -485,6 +499,7 @@ class Zero1Optimizer:
         self._num_updates += 1
         self._missed.update(name for name in self._names if name not in self._reached)
 
+        # Passed to the streams of states, which call them for the rows of one bucket at a time.
         def step(values: GroupValues, rows: Rows) -> None:
             if (rows := rows.of(self._reached)).masters:
                 self._rules[values.rule].step(
@@ -506,8 +521,8 @@ class Zero1Optimizer:
                 self._stream.pass_through(step)
             self._publisher.launch_updated(left)
 
-        # Buckets are published as soon as no matrix update of their weights is left: their
-        # transfers run while further matrices are multiplied.
+        # A bucket is published as soon as none of its weights has a matrix update left, so that
+        # it is in flight while further matrices are multiplied.
         left = {*self.matrices.members}
         for items in self.matrices.run(average, step, others):
             left.difference_update(items)

@@ -1,1 +1,1 @@
-"""Pipelines: the split of layers, each rank's order of work, and the execution of its stages."""
+"""Pipeline parallelism: the split of blocks, each rank's order of work, and its execution."""

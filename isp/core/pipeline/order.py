@@ -1,13 +1,11 @@
 """The order in which the ranks of a pipeline compute and send; needs no process group.
 
-A *stage* is the layers between two sends; a rank has one stage for each of its model chunks. With
-P ranks, stage s is on rank s mod P (a loop), or, for a V, on rank s going down and up again.
+A *stage* consists of the blocks between two sends; a rank has one stage for each of its model
+chunks. With P ranks, stage s is on rank s mod P (a loop). In a V, stages go from the first rank to
+the last and back to the first.
 
-[Note: One order of sends] The programs of all ranks are taken from one order of all computations
-and sends: that of a run in which computations take equally long and sends no time. A send is in the
-programs of both its ranks. So a rank that waits for a send or a receive always waits for a rank
-that is earlier in this order, and ranks never wait in a circle, even if a rank's transfers run one
-after another, as on NCCL. A receive is posted before the computations that run meanwhile.
+All ranks' programs follow one order of sends, so that no ranks wait for each other in a circle.
+See [Note: One order of sends] in docs/design/notes/pipeline.md.
 """
 
 from __future__ import annotations
@@ -40,12 +38,13 @@ _KINDS = {
     "I": ActionKind.BACKWARD,
     "W": ActionKind.WEIGHT_GRADIENT,
 }
-"""Kinds of actions, by torch's letter for a computation."""
+"""The kind of action for each of torch's letters for a computation; I is a split backward's first
+half."""
 
 
 @dataclass(frozen=True)
 class PipelineOrder:
-    """The stages of every rank of a pipeline, and the order of its actions."""
+    """The stages of each rank of a pipeline, and the order of each rank's actions."""
 
     config: PipelineConfig
 
@@ -62,7 +61,7 @@ class PipelineOrder:
         return tuple(chunk * size + rank for chunk in range(self.config.num_chunks))
 
     def rank_of(self, stage: int) -> int:
-        """Return the rank that has a stage."""
+        """Return the pipeline rank that has `stage`."""
         size = self.config.size
         if self.config.schedule.is_v and stage >= size:
             return 2 * size - 1 - stage
@@ -71,13 +70,13 @@ class PipelineOrder:
     def actions(
         self, rank: int, micro_batches: int, *, training: bool = True
     ) -> tuple[Action, ...]:
-        """Return the `rank`-th rank's actions in a step; on one rank, a micro-batch at a time."""
+        """Return the actions of the pipeline's `rank`-th rank in a step, in order."""
         return _orders(self, micro_batches, training)[rank]
 
 
 @lru_cache(maxsize=16)
 def _orders(order: PipelineOrder, micro_batches: int, training: bool) -> list[tuple[Action, ...]]:
-    """Return the actions of every rank; cached, as torch computes those of all ranks at once."""
+    """Return the actions of each rank; cached, because torch computes all ranks' at once."""
     ranks = range(order.config.size)
     if order.config.size == 1:
         return [sequential_actions(micro_batches, training=training)]
@@ -101,6 +100,7 @@ def _orders(order: PipelineOrder, micro_batches: int, training: bool) -> list[tu
         tuple(
             action
             for action in _actions(found[rank], order.stages_of(rank))
+            # torch has no V or loop of forwards only: leave out the backwards.
             if training or action.kind is ActionKind.FORWARD
         )
         for rank in ranks
@@ -108,15 +108,15 @@ def _orders(order: PipelineOrder, micro_batches: int, training: bool) -> list[tu
 
 
 def _actions(found: Sequence[Any], stages: Sequence[int]) -> Iterator[Action]:
-    """Convert torch's actions for the rank with these stages."""
+    """Yield torch's actions `found` of the rank with these `stages`, as `Action`s."""
     for a in found:
-        if a is not None:
+        if a is not None:  # None: the rank is idle
             chunk = stages.index(a.stage_index)
             yield Action(_KINDS[a.computation_type.value], a.microbatch_index, chunk)
 
 
 def _schedule_class(config: PipelineConfig, *, training: bool) -> Any:
-    """Return torch's schedule for a training step, or for an evaluation, which is forward only."""
+    """Return the class of torch's schedule: for a training step, or for forwards only."""
     if training:
         return torch_pipelining.schedules.get_schedule_class(config.schedule.value)
     if config.schedule.is_v:
@@ -127,7 +127,7 @@ def _schedule_class(config: PipelineConfig, *, training: bool) -> Any:
 
 
 def one_forward_one_backward(stage: int, stages: int, micro_batches: int) -> tuple[Action, ...]:
-    """Return 1F1B's actions on one stage: warm-up forwards, pairs, cool-down backwards.
+    """Return the actions of 1F1B on `stage` of `stages`: warm-up, pairs F and B, cool-down.
 
     Source: Narayanan et al. 2019, PipeDream-Flush.
     """
@@ -139,7 +139,7 @@ def one_forward_one_backward(stage: int, stages: int, micro_batches: int) -> tup
 
 
 class Timed(NamedTuple):
-    """An action with its start and end, in the unit of costs."""
+    """An action with its start and end, in the unit of `timeline`'s costs."""
 
     action: Action
     start: float
@@ -150,16 +150,16 @@ class Timeline(NamedTuple):
     """The times of all ranks' actions in a step."""
 
     ranks: tuple[tuple[Timed, ...], ...]
-    """Actions of each rank, in order."""
+    """The actions of each rank, in order."""
 
     @property
     def end(self) -> float:
-        """End of the rank that ends last."""
+        """Time at which the last rank ends."""
         return max(timed[-1].end for timed in self.ranks)
 
     @property
     def bubble(self) -> float:
-        """Ratio of idle to working time of the busiest rank."""
+        """Ratio of idle time to working time, of the rank with the most work."""
         busiest = max(sum(t.end - t.start for t in timed) for timed in self.ranks)
         return self.end / busiest - 1
 
@@ -172,14 +172,15 @@ def timeline(
     send: float = 0.0,
     training: bool = True,
 ) -> Timeline:
-    """Simulate a step: each action starts when its rank is free and its inputs have arrived.
+    """Return the times of a simulated step.
 
-    `cost` returns the time of an action on a stage; for a backward that is not split, the costs of
-    both halves are added. A result arrives at another rank `send` after it was made; sending keeps
-    no rank busy.
+    An action starts when its rank is free and its inputs have arrived. `cost(stage, kind)` returns
+    the time of an action; a backward that is not split costs both its halves. A result arrives at
+    another rank `send` after it was computed; sends keep no rank busy.
     """
     ranks = range(order.config.size)
     stages = [order.stages_of(rank) for rank in ranks]
+    # Reversed, so that the next action is the last entry, which `pop` removes.
     todo = [list(order.actions(rank, micro_batches, training=training))[::-1] for rank in ranks]
     split = {  # the (stage, micro-batch) whose backward is in two halves
         (stages[rank][a.chunk], a.micro_batch)
@@ -191,17 +192,19 @@ def timeline(
     found: list[list[Timed]] = [[] for _ in ranks]
 
     def duration(stage: int, action: Action) -> float:
+        """Return the time that an action takes."""
         whole = action.kind is ActionKind.BACKWARD and (stage, action.micro_batch) not in split
         rest = cost(stage, ActionKind.WEIGHT_GRADIENT) if whole else 0.0
         return cost(stage, action.kind) + rest
 
     def arrival(rank: int, needed: tuple[ActionKind, int, int]) -> float | None:
+        """Return when a result is available on `rank`; None: it is not computed yet."""
         if needed not in done:
             return None
         end, maker = done[needed]
         return end + (send if maker != rank else 0.0)
 
-    # Each round advances every rank until it needs a result that another rank has not sent yet.
+    # Each round advances every rank until it needs a result that is not computed yet.
     while any(todo):
         progress = False
         for rank in ranks:
@@ -238,14 +241,14 @@ class Hop:
     """The transfer of a stage's result for a micro-batch to the next or previous stage."""
 
     made_in: ActionKind
-    """FORWARD for activations, BACKWARD for their gradient."""
+    """FORWARD: activations, for the next stage; BACKWARD: their gradient, for the previous one."""
     micro_batch: int
     source: int
-    """The stage that computed it."""
+    """The stage that computed the result."""
 
     @property
     def target(self) -> int:
-        """The stage that needs it."""
+        """The stage that needs the result."""
         return self.source + (1 if self.made_in is ActionKind.FORWARD else -1)
 
     @property
@@ -257,18 +260,22 @@ class Hop:
 
 
 Program = tuple[Action | Hop, ...]
-"""One rank's computations, sends and receives of a step, in order."""
+"""The computations, sends and receives of one rank in a step, in order."""
 
 
 def program(order: PipelineOrder, rank: int, micro_batches: int, *, training: bool) -> Program:
-    """Return the program of the `rank`-th rank for a step [Note: One order of sends]."""
+    """Return the program of the pipeline's `rank`-th rank for a step.
+
+    See [Note: One order of sends] in docs/design/notes/pipeline.md.
+    """
     return _programs(order, micro_batches, training)[rank]
 
 
 @lru_cache(maxsize=16)
 def _programs(order: PipelineOrder, micro_batches: int, training: bool) -> list[Program]:
-    # (time, is a computation, item, its ranks). At equal times sends come first, as a computation
-    # may need what they bring.
+    """Return the programs of all ranks."""
+    # (time, is a computation, item, its ranks). At equal times, sends come before computations,
+    # which may need their results. The sort is stable, so all ranks have the same order.
     moments: list[tuple[float, bool, Action | Hop, tuple[int, ...]]] = []
     found = timeline(order, micro_batches, lambda stage, kind: 1.0, training=training)
     for rank, timed in enumerate(found.ranks):
@@ -289,18 +296,18 @@ def _programs(order: PipelineOrder, micro_batches: int, training: bool) -> list[
 def split_layers(
     costs: Sequence[float], stages: int, *, after: float = 0.0
 ) -> list[tuple[int, int]]:
-    """Return the layers (first, stop) of each stage so that the most expensive stage costs least.
+    """Return the blocks (first, stop) of each stage, cut so that the costliest stage costs least.
 
-    `costs` are the layers' costs, `after` the cost of the last stage's work after its layers.
-    Raises ValueError if a stage would have no layer.
+    `costs` are the costs of the blocks, and `after` is that of the last stage's work after its
+    blocks (head and loss). Raises ValueError if a stage would have no block.
     """
     num_layers, ends = len(costs), [0.0, *accumulate(costs)]
     if not 1 <= stages <= num_layers:
         raise ValueError(
             f"{num_layers} layers cannot be cut into {stages} stages: use at most {num_layers}"
         )
-    # By dynamic programming over stages: for each end of a stage, the best cuts before it, by the
-    # greatest cost of a stage, then by the sum of squares, which evens out the others.
+    # Dynamic programming over stages: for each end of a stage, the best cuts before it, with the
+    # smallest maximum cost of a stage, then the smallest sum of squares, which evens out the rest.
     best: dict[int, tuple[float, float, list[int]]] = {0: (0.0, 0.0, [0])}
     for stage in range(stages):
         extra = after * (stage == stages - 1)

@@ -1,12 +1,7 @@
-"""`Pipeline`, which runs one rank's stages, and the hooks that tell the runtime where it is.
+"""`Pipeline`, which runs one rank's stages, and the calls that report its progress to the runtime.
 
-B batch, S sequence, D hidden size; a micro-batch is [B, S'] tokens on the first stage and
-[B, S', D] between stages.
-
-[Note: Split backward] ISP's linear computes both gradients in one custom function. So if the
-backward is split, the first half runs the whole graph and keeps the two factors of each linear's
-weight gradient, and the second half multiplies them. Gradients of norms, biases and the embedding
-are complete after the first half.
+B batch, S' positions of the sequence on this rank, D hidden size; a micro-batch is [B, S'] tokens
+on the first stage and [B, S', D] hidden states between stages.
 """
 
 from __future__ import annotations
@@ -37,7 +32,7 @@ __all__ = [
 
 
 class FollowsActions(Protocol):
-    """A communicator that follows a schedule: an `ISPCommunicator`, or a wrapper of several."""
+    """The methods that a schedule calls: of an `ISPCommunicator`, or of a wrapper of several."""
 
     def begin(self, actions: Sequence[Action]) -> None: ...
     def finish(self) -> None: ...
@@ -45,18 +40,18 @@ class FollowsActions(Protocol):
 
 
 class ISPCommunicatorSchedulerHook:
-    """Hooks that a schedule calls to tell a communicator and a log where it is.
+    """Methods that a schedule calls to report its progress to a communicator and a log.
 
-    The communicator learns which actions come, which model chunk runs, and when gradients are
-    needed; the log, in which phase transfers are launched. `communicator` is None if weights stay
-    on their rank.
+    Not hooks of torch; the name is InternEvo's. The communicator is told which actions will run,
+    which model chunk runs now, and when gradients are needed; the log, in which phase transfers
+    are launched. `communicator` is None if weights are not gathered.
     """
 
     def __init__(self, communicator: FollowsActions | None, log: CommLog) -> None:
         self.communicator, self.log = communicator, log
 
     def before_step(self, actions: Sequence[Action]) -> None:
-        """Begin a step of these actions; the weights that they need are published."""
+        """Begin a step of these actions. The optimizer must have published the weights."""
         if self.communicator is not None:
             self.communicator.begin(actions)
         self.log.enter(Phase.OTHER)
@@ -86,12 +81,13 @@ class ISPCommunicatorSchedulerHook:
         self.log.enter(Phase.OTHER)
 
     def after_step(self) -> None:
-        """End the step, delivering all gradients of weights."""
+        """End the step: wait for the gradients of weights, which are delivered."""
         self.log.enter(Phase.OPTIMIZER)
         if self.communicator is not None:
             self.communicator.finish()
 
     def _enter(self, phase: Phase, chunk: int) -> None:
+        """Report the phase and the model chunk that run from now on."""
         self.log.enter(phase)
         if self.communicator is not None:
             self.communicator.switch_current_model_chunk(chunk)
@@ -102,24 +98,25 @@ class StageWork(Protocol):
 
     @property
     def tokens(self) -> Sequence[Tensor]:
-        """Tokens of each micro-batch, [B, S']; only the first stage computes with them."""
+        """Tokens [B, S'] of each micro-batch; only the first stage computes with them."""
 
     def between(self, micro_batch: int) -> Tensor:
-        """Return a new tensor of the shape that stages send each other, [B, S', D]."""
+        """Return a new tensor [B, S', D], to receive hidden states of a micro-batch in."""
 
     def forward(self, chunk: int, micro_batch: int, x: Tensor) -> Tensor:
-        """Run x through this rank's model chunk number `chunk`."""
+        """Return the output of this rank's model chunk number `chunk` for x."""
 
     def loss(self, micro_batch: int, output: Tensor) -> Tensor:
-        """Return the loss to differentiate, a float64 scalar; on the last stage only."""
+        """Return the loss to call backward of, a float64 scalar; only on the last stage."""
 
 
 class Pipeline:
-    """One step of `work` on this rank's stages of a pipeline over `channel`.
+    """Runs a step of `work` on this rank's stages of a pipeline over `channel`.
 
-    With `gradients` a step is forward and backward, without them forward only. `deferred` holds the
-    weight gradients that a schedule with a split backward computes separately. `last`: no backward
-    pass of the same training step comes after these.
+    With `gradients` a step is forward and backward; with None it is forward only. `deferred` keeps
+    the weight gradients that a split backward computes later; see [Note: Split backward] in
+    docs/design/notes/pipeline.md. `last`: True if these are the last backward passes of a training
+    step.
     """
 
     def __init__(
@@ -145,21 +142,22 @@ class Pipeline:
             order, channel.rank, len(work.tokens), training=gradients is not None
         )
         self._kept: dict[tuple[int, int], tuple[_Entry, Tensor | GradientEdge]] = {}
-        """Both ends of the graph of each (micro-batch, chunk) until its backward. They hold no
-        activations: the graph keeps those that it needs."""
+        """Start and end of the graph of each (micro-batch, chunk), until its backward. They keep
+        no activations alive: only the graph does, those that it needs."""
         self._second_halves: dict[tuple[int, int], Callable[[], None]] = {}
-        """Second half of the backward of each (micro-batch, chunk)."""
+        """The second half of the backward of each (micro-batch, chunk), if it is split."""
         self._made: dict[Hop, Tensor] = {}
-        """Results that are not sent yet."""
+        """Results that are computed and not sent yet."""
         self._sent: dict[tuple[ActionKind, int], Pending] = {}
-        """Last send of each kind and stage."""
+        """The last send of each (kind, stage)."""
         self._coming: dict[Hop, Pending] = {}
-        """Receives in flight, and results for another stage of this rank."""
+        """Receives in flight, and results for another stage of this rank, which need none."""
 
     def run(self) -> None:
-        """Run this rank's program, and wait until everything is sent."""
+        """Run this rank's program, and wait for all sends."""
         actions = [item for item in self._program if not isinstance(item, Hop)]
         self._backwards_left = Counter(a.chunk for a in actions if a.kind is ActionKind.BACKWARD)
+        # The (micro-batch, chunk) whose backward is split: they have a second action.
         halves = {a[1:] for a in actions if a.kind is ActionKind.WEIGHT_GRADIENT}
         for item in self._program:
             if isinstance(item, Hop):
@@ -180,20 +178,21 @@ class Pipeline:
             self._coming[hop] = self._channel.recv(buffer, source, tag=hop.tag)
             return
         key = hop.made_in, hop.source
-        # Waiting for the send before bounds the memory of results in flight.
+        # Wait for the earlier send first, to bound the memory of results in flight.
         if key in self._sent:
             self._sent.pop(key).wait()
         target = self._order.rank_of(hop.target)
         self._sent[key] = self._channel.send(self._made.pop(hop), target, tag=hop.tag)
 
-    def _hand_on(self, hop: Hop, x: Tensor) -> None:
-        """Keep x for its send, or pass it to this rank's stage that needs it."""
+    def _deliver(self, hop: Hop, x: Tensor) -> None:
+        """Keep the result x for its send, or for the stage of this rank that needs it."""
         if hop.target in self._stages:
             self._coming[hop] = Pending.ready(x)
         else:
             self._made[hop] = x
 
     def _forward(self, action: Action) -> None:
+        """Run a forward, and keep the graph for its backward."""
         _, micro_batch, chunk = action
         stage, x = self._stages[chunk], self._work.tokens[micro_batch]
         entry = _Entry()
@@ -203,14 +202,15 @@ class Pipeline:
                 x = entry(x)
         self._hook.before_forward(chunk)
         y = self._work.forward(chunk, micro_batch, x)
-        del x  # the graph alone decides whether the input stays
+        del x  # kept only if the graph needs it
         if self._gradients is not None and not y.requires_grad:
-            y = entry(y)  # all weights from the input on are frozen
+            # All weights up to here are frozen: add a node, so that backward can run all the same.
+            y = entry(y)
         self._hook.after_forward(chunk)
         end: Tensor | GradientEdge
         if stage < self._order.num_stages - 1:
-            self._hand_on(Hop(ActionKind.FORWARD, micro_batch, stage), y.detach())
-            # The edge, not y: the output need not stay on this rank after it is sent.
+            self._deliver(Hop(ActionKind.FORWARD, micro_batch, stage), y.detach())
+            # Keep the edge instead of y, whose memory is free after it is sent.
             end = get_gradient_edge(y) if self._gradients is not None else y
         else:
             end = self._work.loss(micro_batch, y)
@@ -218,6 +218,7 @@ class Pipeline:
             self._kept[action[1:]] = entry, end
 
     def _backward(self, action: Action, *, is_split: bool) -> None:
+        """Run a backward, or the first half of a split one."""
         assert self._gradients is not None
         _, micro_batch, chunk = action
         stage, dy = self._stages[chunk], None
@@ -229,6 +230,8 @@ class Pipeline:
         if is_last:
             self._gradients.expect_last()
         self._hook.before_backward(chunk)
+        # Chunks have their last backwards at different times: after `expect_last` for one chunk,
+        # others may have further ones.
         with nullcontext() if is_last else self._gradients.no_sync():
             torch.autograd.backward(end, dy)
             if self._deferred is not None:  # [Note: Split backward]
@@ -239,30 +242,32 @@ class Pipeline:
                     multiply()
         self._hook.after_backward(chunk)
         if stage > 0:
-            self._hand_on(Hop(ActionKind.BACKWARD, micro_batch, stage), entry.take_gradient())
+            self._deliver(Hop(ActionKind.BACKWARD, micro_batch, stage), entry.take_gradient())
 
 
 class _Entry:
-    """The begin of a stage's graph, which gets the input's gradient without keeping the input."""
+    """The start of a stage's graph, which gets the input's gradient without keeping the input."""
 
     def __init__(self) -> None:
         self.gradient: Tensor | None = None
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Return x as part of a graph that delivers its gradient here."""
+        """Return x as the result of a node whose backward stores the gradient of x here."""
         entered: Tensor = _Enter.apply(x.new_empty(0).requires_grad_(), x, self)
         return entered
 
     def take_gradient(self) -> Tensor:
         """Return the gradient and clear it."""
         dx, self.gradient = self.gradient, None
-        assert dx is not None, "no backward has come to the stage's input"
+        assert dx is not None, "backward has not reached the stage's input"
         return dx
 
 
 class _Enter(Function):
-    """forward   x; the empty tensor `door` requires a gradient, so that there is a graph
-    backward  dx to the entry
+    """The identity of x, whose backward stores dx in the entry.
+
+    The empty tensor `door` requires a gradient, so that there is a node although x, which was
+    received, requires none.
     """
 
     @staticmethod

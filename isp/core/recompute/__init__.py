@@ -1,1 +1,1 @@
-"""Recompute activations in backward instead of keeping them."""
+"""Recomputation of activations in backward, instead of keeping them."""

@@ -1,4 +1,4 @@
-"""The settings of recomputation, in a file without torch, as configurations are read before it."""
+"""The settings of recomputation. This file does not import torch: a configuration is read first."""
 
 from __future__ import annotations
 
@@ -8,20 +8,21 @@ __all__ = ["Recomputation"]
 
 
 class Recomputation(NamedTuple):
-    """The keys of `model` that decide what is kept for backward; see `ModelConfig`."""
+    """The settings of `model` that determine what is kept for backward; see `ModelConfig`."""
 
     checkpoint: float = 0.0
     """Fraction of the blocks, counted from the first, whose activations are recomputed in
     backward."""
     keeps_attention: bool = False
-    """Recomputed blocks keep the results of attention."""
+    """True if recomputed blocks keep the results of attention."""
     distributed: bool = False
-    """Each tensor rank keeps 1/p of the input of each recomputed block."""
+    """True if each tensor rank keeps 1/p of the input of each recomputed block."""
     offload: bool = False
-    """The inputs of recomputed blocks are kept in host memory."""
+    """True if the inputs of recomputed blocks are kept in host memory."""
     segment: int = 0
-    """Only the first of so many recomputed blocks keeps its input; 0: each does."""
+    """Number of consecutive recomputed blocks of which only the first keeps its input; 0: each
+    block does."""
     between_linears: bool = False
-    """The other blocks recompute everything between their linears."""
+    """True if blocks that are not recomputed as a whole recompute all between their linears."""
     mlp_tile_tokens: int = 0
-    """Tokens of a tile of a module without attention; 0: no tiles."""
+    """Number of tokens in a tile of a module without attention; 0: no tiles."""

@@ -1,12 +1,6 @@
-"""Kept calls of a recomputed part: recomputation reuses their results instead of calling again.
+"""Kept calls of a recomputed part: the recompute reuses their results instead of calling again.
 
-[Note: Kept calls] Tensors that such a call saves for its own backward are kept, too, as if nothing
-were recomputed around it; except its input, if declared as dropped, which is recomputed with the
-part. A result is kept only if tensors that the recompute has to restore depend on its values; in
-place of others the recompute gets tensors of NaN.
-
-[Note: Watched] The operations of the first pass through a part show which results these are, and
-which of them the part writes into. Later passes run the same operations.
+See [Note: Kept calls] and [Note: Watched] in docs/design/notes/recomputation.md.
 """
 
 from __future__ import annotations
@@ -32,19 +26,22 @@ __all__ = ["KeptCalls", "Needs"]
 
 
 class Needs(NamedTuple):
-    """The use of the results of a part's kept calls, by the calls' numbers [Note: Watched]."""
+    """The results of a part's kept calls that a recompute needs, by the numbers of the calls.
+
+    See [Note: Watched] in docs/design/notes/recomputation.md.
+    """
 
     values: frozenset[int]
-    """Calls whose results a recompute reads."""
+    """The calls whose results a recompute reads; the results of other calls are not kept."""
     written: frozenset[int]
-    """Calls whose results the part writes into."""
+    """The calls whose results the part writes into, so that a copy of them is kept."""
 
 
 class _Result(NamedTuple):
-    """The result of a call."""
+    """The result of a kept call."""
 
     packed: Any
-    """The result as packed by the hooks outside of the part; None: its values are not needed."""
+    """The result, packed by the saved-tensor hooks outside of the part; None: it is not kept."""
     shape: torch.Size
     dtype: torch.dtype
     device: torch.device
@@ -52,16 +49,20 @@ class _Result(NamedTuple):
 
 
 class KeptCalls:
-    """The kept calls of one part [Note: Kept calls]; made before `recompute` takes the part."""
+    """The kept calls of one part in one forward [Note: Kept calls].
+
+    Make it outside of the part, so that results are packed by the saved-tensor hooks there.
+    """
 
     def __init__(self, kinds: Collection[str], known: dict[Hashable, Needs], key: Hashable) -> None:
-        """`kinds`: kinds of calls that are kept.
+        """Keep calls of these `kinds`.
 
-        `known`: the needs of parts by key; this part's are added at its first pass if missing.
+        `known`: the needs of parts by key. If `key` is missing, the first pass through the part is
+        watched and its needs are added.
         """
         self._kinds = kinds
         self._again = False
-        """True once the part is being computed again."""
+        """True after the first pass: further passes are recomputes."""
         hooks: Any = saved_tensors_hooks_in_use()
         self._pack: Callable[[Tensor], Any] = hooks[0] if hooks else _same
         self._unpack: Callable[[Any], Tensor] = hooks[1] if hooks else _same
@@ -71,15 +72,16 @@ class KeptCalls:
         self._next = 0
 
     def _keeps(self, kind: str) -> bool:
-        """Return whether calls of this kind are kept; none without a graph."""
+        """Return True if calls of this kind are kept; none is kept without a graph."""
         return kind in self._kinds and torch.is_grad_enabled()
 
     @contextmanager
     def passing(self) -> Iterator[None]:
-        """Enclose a pass through the part: the first is its forward, others compute it again."""
+        """Return a context for a pass through the part: first its forward, then its recomputes."""
         if not torch.is_grad_enabled():
             yield
             return
+        # Calls are known by their number: a recompute makes the same calls in the same order.
         self._next = 0
         needs = self._known.get(self._key)
         if self._again or needs is not None:
@@ -88,7 +90,7 @@ class KeptCalls:
             self._watch = _Watch()
             with self._watch, self._watch.saved():
                 yield
-            # All results were kept so far: the pass had to end before it was known which to drop.
+            # All results are kept until here: only now is it known which are not needed.
             needs, self._watch = self._watch.needs(), None
             self._known[self._key] = needs
             self._results = [
@@ -100,11 +102,16 @@ class KeptCalls:
     def __call__(
         self, kind: str, call: Callable[[], Tensor], dropped: Tensor | None = None
     ) -> Tensor:
-        """Return `call()`, or its kept result; `dropped` is its input, if that is not kept."""
+        """Return `call()` in the forward, and its kept result in a recompute.
+
+        `dropped`: an input of the call that is recomputed instead of kept, although the call saves
+        it for its backward; None: all that the call saves is kept.
+        """
         if not self._keeps(kind):
             return call()
         number, self._next = self._next, self._next + 1
-        # Keep the output, not its node: before torch 2.13 what a node saved dies with the output.
+        # Hold the output, not its node: before torch 2.13, a node's saved tensors are freed with
+        # its output.
         holder = None if dropped is None else _Input.apply(dropped, _token())
         if self._again:
             return self._given(number)
@@ -112,7 +119,7 @@ class KeptCalls:
             y = call()
         needs = self._known.get(self._key)
         kept = needs is None or number in needs.values or not y.is_floating_point()
-        # A copy if the part writes into y, or may: the recompute needs the values from before.
+        # A copy if the part writes into y, or may write: the recompute needs the old values.
         copied = needs is None or number in needs.written
         packed = self._pack(y.detach().clone() if copied else y.detach()) if kept else None
         self._results.append(_Result(packed, y.shape, y.dtype, y.device, y.requires_grad))
@@ -121,6 +128,7 @@ class KeptCalls:
         return y
 
     def _given(self, number: int) -> Tensor:
+        """Return the kept result of call `number`, or NaN if a recompute does not read it."""
         packed, shape, dtype, device, requires_grad = self._results[number]
         if packed is None:
             y = torch.full(shape, torch.nan, dtype=dtype, device=device)
@@ -131,11 +139,16 @@ class KeptCalls:
         return given
 
     def _saved_outside(self, dropped: Tensor | None, holder: Any) -> saved_tensors_hooks:
-        """Return a context that saves tensors as outside of the part, except `dropped`, once."""
+        """Return a context that saves tensors by the hooks outside of the part, except `dropped`.
+
+        `dropped`, or a view of it, is saved once as a `_View`: it is read from the node of `holder`
+        (`_Input`), which starts the part's recompute.
+        """
         left = [] if dropped is None else [memory_of(dropped)]
         offset = 0 if dropped is None else int(dropped.storage_offset())
 
         def pack(x: Tensor) -> Any:
+            # With this dtype, a view of `dropped` can be made of the recomputed input by strides.
             if left and memory_of(x) == left[0] and x.dtype == dtype:
                 left.clear()
                 return _View(x.shape, x.stride(), int(x.storage_offset()) - offset)
@@ -154,7 +167,7 @@ class KeptCalls:
 
 
 class _View(NamedTuple):
-    """The shape of a view of another tensor's memory."""
+    """Size, stride and offset of a view of a dropped input."""
 
     size: torch.Size
     stride: tuple[int, ...]
@@ -162,7 +175,7 @@ class _View(NamedTuple):
 
 
 class _Input(Function):
-    """Save the input of a call; reading it from the node of the output recomputes it."""
+    """Saves the input of a call; reading it from the node of the output starts the recompute."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, token: Tensor) -> Tensor:
@@ -171,7 +184,10 @@ class _Input(Function):
 
 
 class _GivenAgain(Function):
-    """Makes a kept result require a gradient, as a tensor that the part may write into."""
+    """Returns a kept result that requires a gradient, and that the part may write into.
+
+    It has no backward: the recompute only restores saved tensors and is not differentiated.
+    """
 
     @staticmethod
     def forward(ctx: Any, y: Tensor, token: Tensor) -> Tensor:
@@ -179,22 +195,28 @@ class _GivenAgain(Function):
 
 
 def _token() -> Tensor:
-    """Return an input that requires a gradient, so that a function without backward has a node."""
+    """Return an empty tensor that requires a gradient, to give an autograd function a node."""
     return torch.empty(0, requires_grad=True)
 
 
 class _Watch(TorchDispatchMode):
-    """A mode that follows the results of kept calls through a part's operations [Note: Watched]."""
+    """A dispatch mode that records which values of a part depend on results of kept calls.
+
+    See [Note: Watched] in docs/design/notes/recomputation.md.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self._made_of: dict[int, frozenset[int]] = {}
-        """Numbers of the calls on whose results each storage's values depend."""
+        """For each storage, the numbers of the calls on whose results its values depend."""
         self._values: frozenset[int] = frozenset()
+        """Numbers of the calls on whose results a saved tensor depends."""
         self._results: dict[int, tuple[Tensor, int]] = {}
+        """Each call's result and its version, by number."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
+        # By storage, so that views of a result, and writes into them, are followed.
         given = map(memory_of, tensors_in(args, kwargs))
         of = frozenset[int]().union(*(self._made_of.get(memory, ()) for memory in given))
         for x in tensors_in(out, *self._written(func, args, kwargs)):
@@ -203,7 +225,7 @@ class _Watch(TorchDispatchMode):
 
     @staticmethod
     def _written(func: Any, args: Any, kwargs: Any) -> Iterator[Any]:
-        """Yield the arguments that an operation writes into; it may not return them."""
+        """Yield the arguments that an operation writes into, as it may not return them."""
         for index, argument in enumerate(argument_schemas(func)):
             if argument.alias_info is not None and argument.alias_info.is_write:
                 yield args[index] if index < len(args) else (kwargs or {}).get(argument.name)
@@ -214,7 +236,7 @@ class _Watch(TorchDispatchMode):
         self._results[number] = y.detach(), version_of(y)
 
     def saved(self) -> saved_tensors_hooks:
-        """Return a context in which it watches which tensors are saved for backward."""
+        """Return a context that records which tensors are saved for backward."""
         pack_other, unpack = saved_tensors_hooks_in_use()
 
         def pack(x: Tensor) -> Any:
@@ -224,10 +246,11 @@ class _Watch(TorchDispatchMode):
         return saved_tensors_hooks(pack, unpack)
 
     def needs(self) -> Needs:
-        """Return the needs of the part that it has watched."""
+        """Return the needs of the watched part."""
         written = {n for n, (y, version) in self._results.items() if version_of(y) > version}
         return Needs(self._values, frozenset(written))
 
 
 def _same(x: Tensor) -> Tensor:
+    """Return x: what packs and unpacks if no hooks are in use."""
     return x

@@ -1,17 +1,8 @@
 """Recomputation of activations in backward, and the inputs of parts that are kept for it.
 
-[Note: Not reentrant] A recompute runs when backward first reads a tensor that was not kept, like
-`torch.utils.checkpoint` without reentrance. A backward within the backward would end the pass early
-for code that waits for its end, such as the data-parallel wrappers.
-
-[Note: A forward that fails] Torch 2.11 leaves its saved-tensor hooks installed if a function
-raises, and a training loop that continues would save under them. So the function returns normally
-to torch, and its exception is raised afterwards.
-
-[Note: Held in its place] The arguments of a recompute live as long as its graph. So instead of its
-input it gets something else, from which the input is restored: a shard of it, a copy in host
-memory, or a `Segment`. Autograd keeps that if it is a tensor; if it is none, it lives as long as
-the graph all the same.
+A *part* is a function that is recomputed as a whole, such as a block. It is recomputed when
+backward first reads a tensor that was not kept. See [Note: Not reentrant] and
+[Note: Held in its place] in docs/design/notes/recomputation.md.
 """
 
 from __future__ import annotations
@@ -48,15 +39,16 @@ __all__ = [
 ]
 
 Restore = Callable[[Any], Tensor]
-"""A function that restores a tensor, without a graph, from what is held in its place."""
+"""A function that restores a tensor, without a graph, from the object held in its place."""
 
 _TAG = Tag(Purpose.BLOCK_INPUT, tensor="block input")
 
 
 def in_parts(x: Tensor, channel: Channel) -> tuple[Tensor, Restore]:
-    """Return 1/p of the elements of x, which is equal on all ranks of `channel`, and its restore.
+    """Return this rank's 1/p of the elements of x, and a function that gathers x again.
 
-    Raises ValueError if p does not divide the number of elements.
+    x must be equal on all ranks of `channel`. Raises ValueError if p does not divide the number of
+    its elements.
     """
     shape = x.shape
     part = split_tensor_into_1d_equal_chunks(x, channel, new_buffer=True)
@@ -64,26 +56,31 @@ def in_parts(x: Tensor, channel: Channel) -> tuple[Tensor, Restore]:
 
 
 class HostInputs:
-    """Inputs in host memory, copied back one ahead of their use.
+    """Inputs of parts that are kept in host memory and copied back to the device one ahead.
 
-    Backward reads the inputs of a forward pass in reverse order, and passes in the order of their
-    forwards. When one is read, the copy of the next is launched. The last input stored stays on the
-    device, too, until the next one is stored: a backward right after its forward reads it at once.
+    Backward reads the inputs of a forward in reverse order, and forwards in their order. When an
+    input is read, the copy of the input that is read next is launched. The input stored last also
+    stays on the device until another is stored, because a backward right after its forward reads
+    it at once.
     """
 
     def __init__(self, memory: HostMemory) -> None:
         self._memory = memory
+        # Weak references: an input is dropped with its graph, whether or not backward ran.
         self._passes: deque[list[weakref.ref[Stored]]] = deque()
         self._latest: weakref.ref[Stored] | None = None
 
     def begin(self) -> None:
-        """Begin another forward pass."""
+        """Begin another forward of the model."""
         while self._passes and not _alive(self._passes[0]):
             self._passes.popleft()
         self._passes.append([])
 
     def __call__(self, x: Tensor, restore: Restore) -> tuple[Stored, Restore]:
-        """Store x in host memory; return what is held in its place, and its restore."""
+        """Store x in host memory; return the stored copy, and the function that restores from it.
+
+        `restore` is applied to what is read back: x may be a shard of an input.
+        """
         if self._latest is not None and (latest := self._latest()) is not None:
             latest.leave()
         stored = self._memory.store(x, tag=_TAG)
@@ -94,60 +91,64 @@ class HostInputs:
         return stored, lambda stored: restore(self._fetched(stored))
 
     def _fetched(self, stored: Stored) -> Tensor:
+        """Return a stored input on the device, and launch the copy of the next."""
         x = stored.get()
         if (following := self._next(stored)) is not None:
             following.fetch()
         return x
 
     def _next(self, stored: Stored) -> Stored | None:
-        """Return the input that backward reads after this one; None: none is left."""
+        """Return the input that backward reads after `stored`; None: none is left."""
         passes = [_alive(kept) for kept in self._passes]
         own = next(kept for kept in passes if stored in kept)
-        if place := own.index(stored):
+        if place := own.index(stored):  # in a forward, from the last input to the first
             return own[place - 1]
         return next((kept[-1] for kept in passes if kept and kept is not own), None)
 
 
 def _alive(kept: list[weakref.ref[Stored]]) -> list[Stored]:
-    """Return the inputs whose graphs still exist."""
+    """Return the stored inputs whose graphs still exist."""
     return [stored for ref in kept if (stored := ref()) is not None]
 
 
 class Segment:
-    """Consecutive parts, each of which takes the result of the one before; keeps the first input.
+    """Consecutive parts of which only the first keeps its input.
 
-    If a part returns a tuple, the next takes its first element. Further arguments are kept.
-
-    When backward first reads the input of a later part, all parts before it are computed again, in
-    order, which restores the inputs of all of them.
+    The input of each later part must be the result of the part before, or the first element of a
+    result that is a tuple; its further arguments are kept. When backward first reads the input of
+    a later part, all parts before it are computed again, in order, which restores the inputs of
+    all of them.
     """
 
     def __init__(self, first: Callable[[], Tensor]) -> None:
-        """`first` restores the input of the first part."""
+        """Begin a segment without parts; `first` restores the input of its first part."""
         self._first = first
         self._again: list[Callable[[Tensor], Any]] = []
         self._inputs: dict[int, Tensor] = {}
         self._given: weakref.ref[Tensor] | None = None
 
     def follows(self, x: Tensor) -> bool:
-        """Return whether x is the result of the last part."""
+        """Return True if x is the result of the last part."""
         return self._given is not None and self._given() is x
 
     def add(self, again: Callable[[Tensor], Any]) -> Restore:
-        """Add a part, which `again` computes without a graph; return the restore of its input."""
+        """Add a part and return a function that restores its input.
+
+        `again` computes the part from its input, without a graph.
+        """
         number = len(self._again)
         self._again.append(again)
         return lambda _: self._input(number)
 
     def gave(self, y: Any) -> None:
-        """Set the result of the last part."""
+        """Record y as the result of the last part, for `follows`."""
         x = _first(y)
         self._given = weakref.ref(x) if isinstance(x, Tensor) else None
 
     def _input(self, number: int) -> Tensor:
-        """Return the input of a part, computing it and those before it from the first.
+        """Return the input of part `number`; compute it and all inputs before it if necessary.
 
-        Backward reads the last part's input first, so the others are there when it reads them.
+        Backward reads the last part's input first, so the other inputs exist when it reads them.
         """
         if number not in self._inputs:
             x = self._first()
@@ -159,13 +160,15 @@ class Segment:
 
 
 def _first(given: Any) -> Any:
+    """Return the first element of a tuple, and anything else as it is."""
     return given[0] if isinstance(given, tuple) else given
 
 
 R = TypeVar("R")
 
 Announce = Callable[[], AbstractContextManager[None]]
-"""A function that returns the context in which a recompute runs; it announces the phase."""
+"""A function that returns a context for a recompute, such as `RankLayers.recomputing`, which sets
+the phase of the log and of the communicator."""
 
 
 def checkpoint(
@@ -176,19 +179,21 @@ def checkpoint(
     channel: Channel | None = None,
     announce: Announce = nullcontext,
 ) -> R:
-    """Return `function(*args)`, whose activations are dropped and computed again in backward.
+    """Return `function(*args)`; drop its activations and compute them again in backward.
 
     The recompute draws the random numbers of the forward again, from every stream of `tracker` and
-    from its device's own generator. With `distribute_saved_activations` the first of `args`, which
-    must be the same on all ranks of `channel`, is kept as 1/p of its elements on each rank, and
-    gathered again for the recompute: one all-gather in backward.
+    from its device's own generator. With `distribute_saved_activations`, each rank keeps 1/p of the
+    elements of the first of `args`, which must be equal on all ranks of `channel`; an all-gather
+    restores it for the recompute.
 
     Raises ValueError if the elements of that argument do not divide by p.
     Source: Megatron-LM, core/tensor_parallel/random; Korthikanti et al. 2022.
     """
     if distribute_saved_activations:
         if channel is None:
-            raise ValueError("distribute_saved_activations needs the channel to distribute over")
+            raise ValueError(
+                "distribute_saved_activations=True needs a channel to distribute over: pass channel"
+            )
         check_channel("channel", channel)
         if channel.size > 1 and torch.is_grad_enabled():
             held, restore = in_parts(args[0].detach(), channel)
@@ -203,9 +208,9 @@ def _checkpoint(
     announce: Announce,
     snapshot: RngSnapshot | None = None,
 ) -> R:
-    """Return `function(*args)`, computed again in backward with the random numbers of `snapshot`.
+    """Return `function(*args)`; compute it again in backward with the random numbers of `snapshot`.
 
-    `snapshot`: state of the random streams before `function`; None: the current one.
+    `snapshot`: state of the random streams before `function`; None: the current state.
     """
     if not torch.is_grad_enabled():
         return function(*args)
@@ -214,6 +219,7 @@ def _checkpoint(
     going_forward = True
 
     def run(*args: Any) -> R | None:
+        """Call `function`; in a recompute, in its context and with its random numbers."""
         if not going_forward:
             with tracker.replaying(snapshot), announce():
                 return function(*args)
@@ -231,17 +237,18 @@ def _checkpoint(
     )
     going_forward = False
     if failed:
-        raise failed.pop()  # so that no frame of its traceback holds it
+        raise failed.pop()  # popped: a list in a frame of its own traceback would be a cycle
     return cast(R, out)
 
 
 def _with_first_held(
     function: Callable[..., R], args: Sequence[Any], held: Any, restore: Restore
 ) -> tuple[Callable[..., R], tuple[Any, ...]]:
-    """Return a function of `held`, in place of the first argument, and its arguments.
+    """Return a function that takes `held` in place of the first argument, and its arguments.
 
-    Its first call, in forward, uses the original argument, so that autograd follows it. Later
-    calls, in backward, need only its values, and restore them from `held`.
+    Its first call, in forward, uses the original argument, so that autograd records it. Later
+    calls, in backward, need only the values, which `restore` gets from `held`. See
+    [Note: Held in its place] in docs/design/notes/recomputation.md.
     """
     first, *rest = args
     needs_grad = first.requires_grad
@@ -256,7 +263,7 @@ def _with_first_held(
 
 
 class _Ticket(Function):
-    """Returns tensors as they are, and saves an empty one: reading that starts their recompute."""
+    """The identity of tensors, which saves an empty tensor: reading it starts their recompute."""
 
     @staticmethod
     def forward(ctx: Any, *xs: Tensor) -> tuple[Tensor, ...]:
@@ -270,17 +277,17 @@ class _Ticket(Function):
 
 
 class CheckpointWithoutOutput:
-    """Drops the output of a recomputed part, too, and restores it shortly before its gradient.
+    """Drops the output of a recomputed part, too, and restores it just before backward needs it.
 
         part = CheckpointWithoutOutput(tracker=tracker)
         y = part.checkpoint(function, x)
         z = consumer(y)                                  # saves y for its backward
         part.discard_output_and_register_recompute(z)
 
-    The memory of y is freed at once. It is filled again when the gradient of z arrives, by the one
-    recompute that `function` needs for its own backward in any case. Use it once. All operations
-    that save y must come before z, and nothing may read y afterwards. Inside a part that is
-    recomputed by the same tracker it saves no memory, and computes once more.
+    The memory of y is freed at once. It is filled again when the gradient of z arrives, by the
+    recompute that `function` needs for its own backward anyway. An object can be used once. All
+    operations that save y must come before z, and nothing may read y afterwards. Inside a part that
+    is recomputed with the same tracker, this saves no memory and costs one more recompute.
 
     Source: Megatron-LM, core/tensor_parallel/random.
     """
@@ -289,12 +296,12 @@ class CheckpointWithoutOutput:
         self._tracker = tracker
         self._announce = announce
         self._outputs: tuple[Tensor, ...] | None = None
-        # [Note: No way back] The recompute must not refer to the output, whose graph refers to the
-        # recompute: Python does not see this cycle, so its memory would never be freed.
+        # Storages, not outputs: the recompute must not refer to an output, whose graph refers to
+        # the recompute. Python's garbage collector does not see this cycle, a memory leak.
         self._dropped: list[torch.UntypedStorage] = []
 
     def checkpoint(self, function: Callable[..., R], *args: Any) -> R:
-        """Return `function(*args)`: a tensor, or a tuple of tensors.
+        """Return `function(*args)`, which must be a tensor or a tuple of tensors.
 
         Raises ValueError if an output shares its memory with an argument.
         """
@@ -303,6 +310,7 @@ class CheckpointWithoutOutput:
         dropped = self._dropped
 
         def with_ticket(*args: Any) -> Any:
+            """Call `function`; in a recompute, also fill the dropped storages with its results."""
             out = function(*args)
             outs = _as_tuple(out)
             _restore(dropped, _storages(outs))
@@ -311,6 +319,7 @@ class CheckpointWithoutOutput:
 
         out: R = _checkpoint(with_ticket, args, self._tracker, self._announce)
         outs = _as_tuple(out)
+        # To free such an output's memory would destroy the argument.
         kept = {storage_key(s) for s in _storages([a for a in args if isinstance(a, Tensor)])}
         if any(storage_key(s) in kept for s in _storages(outs) if s.nbytes()):
             raise ValueError("an output shares its memory with an argument: it cannot be dropped")
@@ -320,8 +329,9 @@ class CheckpointWithoutOutput:
     def discard_output_and_register_recompute(self, hook_tensor: Tensor) -> None:
         """Free the memory of the output until the gradient of `hook_tensor` arrives.
 
-        Does nothing without a backward, or in a recompute, whose tensors backward is about to read.
-        Raises ValueError if the output has a backward but `hook_tensor` has none.
+        Does nothing if the output requires no gradient, or inside a recompute, whose tensors
+        backward is about to read. Raises ValueError if the output requires a gradient but
+        `hook_tensor` does not.
         """
         if not self._outputs:
             raise RuntimeError("there is no output yet, or it was dropped already")
@@ -332,6 +342,7 @@ class CheckpointWithoutOutput:
         if node is None or self._tracker.replays:
             return
         ticket: Any = node
+        # The hook runs before the backward of the operations that have saved the output.
         hook_tensor.register_hook(lambda _: _read(ticket))
         for storage in _storages(outputs):
             self._dropped.append(storage)
@@ -339,26 +350,27 @@ class CheckpointWithoutOutput:
 
 
 def _read(ticket: Any) -> None:
-    """Start the recompute, by reading the tensor that the ticket saved."""
+    """Start the recompute of the part with the node `ticket`, by reading its saved tensor."""
     _ = ticket.saved_tensors
 
 
 def _as_tuple(out: Any) -> tuple[Tensor, ...]:
+    """Return a tuple as it is, and a tensor as a tuple of one."""
     return out if isinstance(out, tuple) else (out,)
 
 
 def _storages(tensors: Sequence[Tensor]) -> list[torch.UntypedStorage]:
-    """Return the storages of tensors, once each, in order."""
+    """Return the storages of tensors, each once, in order."""
     found = {storage_key(t.untyped_storage()): t.untyped_storage() for t in tensors}
     return list(found.values())
 
 
 @torch.no_grad()
 def _restore(dropped: list[torch.UntypedStorage], computed: list[torch.UntypedStorage]) -> None:
-    """Fill dropped storages, if any, with computed values.
+    """Fill the dropped storages, if any, with the values of the `computed` ones.
 
-    It writes to storages, as writing to tensors counts as a change, after which autograd refuses
-    to use those that it has saved.
+    Storages are written instead of tensors, because torch counts a write to a tensor as a change,
+    after which autograd refuses to use a saved tensor.
     """
     if not dropped:
         return
@@ -369,9 +381,9 @@ def _restore(dropped: list[torch.UntypedStorage], computed: list[torch.UntypedSt
 
 
 class Recomputer:
-    """Recomputation of a model's parts; made once for a model, for use by one thread.
+    """Recomputes a model's parts in backward; made once for a model, for use by one thread.
 
-    Inside a part that is recomputed as a whole, nothing else is recomputed.
+    Parts are not nested: inside a part that is recomputed as a whole, callers recompute nothing.
     """
 
     def __init__(
@@ -383,11 +395,11 @@ class Recomputer:
         offload_to: HostMemory | None = None,
         segment: int = 0,
     ) -> None:
-        """Set what is kept of a part's first argument; by default all of it.
+        """Set how the first argument of a part is kept; by default it is kept as it is.
 
-        `distribute_over`  1/p of it on each rank of a channel whose ranks all have the same;
-        `offload_to`       a copy in host memory of what would be kept on the device;
-        `segment`          nothing, except for the first of so many parts: see `Segment`.
+        `distribute_over`  each rank of this channel keeps 1/p of it; it must be equal on all ranks
+        `offload_to`       it, or 1/p of it, is kept in host memory instead of on the device
+        `segment`          it is kept only for the first of this many parts; see `Segment`
         """
         self._tracker = tracker
         self._announce = announce
@@ -396,22 +408,22 @@ class Recomputer:
         self._segment_size = segment
         self._segment: weakref.ref[Segment] | None = None
         self._number = 0
-        """Number of parts in this pass so far."""
+        """Number of parts so far in this forward of the model."""
         self._latest: tuple[weakref.ref[Tensor], weakref.ref[Any], Restore] | None = None
-        """First argument of the last part, what is held in its place, and the restore."""
+        """First argument of the last part, the object held in its place, and how to restore it."""
 
     def begin(self) -> None:
-        """Begin a forward pass through the model."""
+        """Begin a forward of the model."""
         self._segment = self._latest = None
         self._number = 0
         if self._host is not None and torch.is_grad_enabled():
             self._host.begin()
 
     def __call__(self, fn: Callable[..., R], *args: Any) -> R:
-        """Return `fn(*args)`, computed again in backward; `__init__` says what is kept for that.
+        """Return `fn(*args)`; drop its activations and compute them again in backward.
 
-        Raises ValueError if segments are on and the first of `args` is not the result of the part
-        before.
+        The first of `args` is kept as the arguments of `__init__` determine. Raises ValueError if
+        it is in a segment and not the result of the part before.
         """
         if not torch.is_grad_enabled():
             return fn(*args)
@@ -428,7 +440,10 @@ class Recomputer:
         return out
 
     def _keep(self, x: Tensor) -> tuple[Any, Restore]:
-        """Return what is held in place of x; the same for two parts in a row that take x."""
+        """Return the object held in place of x, and a function that restores x from it.
+
+        Two consecutive parts that take the same x share the object.
+        """
         if self._latest is not None:
             of, latest, restore = self._latest
             if of() is x and (held := latest()) is not None:
@@ -438,27 +453,30 @@ class Recomputer:
             held, restore = in_parts(held, self._channel)
         if self._host is not None:
             held, restore = self._host(held, restore)
+        # Weak references, so that x and the held object are freed with their graphs.
         self._latest = weakref.ref(x), weakref.ref(held), restore
         return held, restore
 
     def _in_segment(
         self, part: Callable[..., Any], args: tuple[Any, ...], snapshot: RngSnapshot
     ) -> tuple[Segment, Restore]:
-        """Return the segment that `part` belongs to, and the restore of its first argument."""
+        """Return the segment that `part` belongs to, and how to restore its first argument."""
         x, *rest = args
         segment = None if self._segment is None else self._segment()
         number, self._number = self._number, self._number + 1
-        if segment is None or number % self._segment_size == 0:  # None: its parts have no graph
+        # None: the segment's earlier parts have no graph, which would keep it alive.
+        if segment is None or number % self._segment_size == 0:
             held, restore = self._keep(x)
             segment = Segment(lambda: restore(held))
             self._segment = weakref.ref(segment)
         elif not segment.follows(x):
             raise ValueError(
-                "model.checkpoint_segment computes the input of a block from that of the block"
-                " before, but here blocks take something else than the one before gives: use 0"
+                "model.checkpoint_segment recomputes the input of a block as the result of the"
+                " block before, but the input of this block is another tensor: use 0"
             )
 
         def again(x: Tensor) -> Any:
+            """Compute the part from x without a graph, with the random numbers of its forward."""
             replaying = self._tracker.replaying(snapshot)
             with torch.no_grad(), replaying, self._announce():
                 return part(x, *rest)
@@ -471,7 +489,8 @@ def split_tensor_into_1d_equal_chunks(
 ) -> Tensor:
     """Return this rank's 1/p of the elements of x, flat: a view, or with `new_buffer` a copy.
 
-    Not differentiable across ranks. Raises ValueError if the number of elements does not divide.
+    The gradient does not flow to other ranks. Raises ValueError if p does not divide the number of
+    elements.
     """
     check_channel("channel", channel)
     divide(x.numel(), channel.size)
@@ -482,6 +501,6 @@ def split_tensor_into_1d_equal_chunks(
 
 @torch.no_grad()
 def gather_split_1d_tensor(chunk: Tensor, channel: Channel, *, tag: Tag = MAPPING) -> Tensor:
-    """Gather the elements of all ranks' equal chunks, flat; not differentiable."""
+    """Return the elements of all ranks' equal chunks, gathered and flat; without a gradient."""
     check_channel("channel", channel)
     return channel.all_gather(chunk.reshape(-1), tag=tag).wait()

@@ -1,1 +1,1 @@
-"""Sharded weights: when they are gathered, waited for and freed, and who does it."""
+"""Sharded weights: the prefetch plan, and the communicator that gathers and frees by it."""

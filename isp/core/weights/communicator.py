@@ -1,21 +1,7 @@
-"""`ISPCommunicator`: each weight gathered before it is needed, each gradient reduced as it appears.
+"""`ISPCommunicator`: gathers each weight before it is read, reduces each gradient in backward.
 
-[Note: Plan and cursor] What to do where is decided by the plan (`isp.core.weights.prefetch_plan`),
-which knows the order of the whole step. Forwards report their position: `unshard` around the use of
-a weight, `pass_by` at launch points without one. A cursor follows the plan with them, and the
-communicator runs the operations of the entries it reaches. A use that the plan lacks (a module
-called once more than declared, an evaluation without `begin`) gathers its own weight and leaves the
-cursor alone. Entries that were skipped are run when a later use arrives. Uses may be nested; a
-weight that a use holds stays until the use ends, even if the plan frees it before.
-
-[Note: Unannounced] Without `begin` the communicator is not told when weights change, and not every
-write can be seen [Note: Versions]. So a weight gathered ahead lives no longer than the pass it was
-gathered for. A forward at any position but the plan's next one is a new pass: the plan is given
-up, gathered weights are dropped, and layers gather their own weights until the next forward from
-the start. Weights kept for a backward that does not come are dropped then, too.
-
-[Note: What stays exposed] The first gather of a step, where no compute is left to hide it, and the
-last reduce-scatter, which is launched after the last compute.
+It runs the operations of a prefetch plan (`isp.core.weights.prefetch_plan`) at the uses that layers
+report. See [Note: Plan and cursor] in docs/design/notes/weights.md.
 """
 
 from __future__ import annotations
@@ -69,12 +55,13 @@ __all__ = ["ISPCommModelConfig", "ISPCommunicator"]
 
 @dataclass(frozen=True, kw_only=True)
 class ISPCommModelConfig:
-    """Facts about the model that the communicator needs."""
+    """The model's device and the precision of its gradients, for an `ISPCommunicator`."""
 
     device: torch.device
-    """Device of the weights; its name will do."""
+    """Device of the weights, or its name."""
     reduce_dtype: torch.dtype | None = torch.float32
-    """Dtype of sums and of delivered gradients, if wider than their own; None: their own."""
+    """Dtype in which gradients are summed and delivered, unless their own is wider; None: their
+    own."""
     max_reduce_bytes: int = 1 << 28
     """Limit, in bytes as sent, of full gradients kept while their reduce-scatters are in flight."""
 
@@ -83,47 +70,53 @@ class ISPCommModelConfig:
 
     @classmethod
     def of(cls, weight: WeightConfig, device: torch.device) -> ISPCommModelConfig:
-        """Read from a configuration."""
+        """Return the config for a configuration's `weight` and a device."""
         reduce_dtype = torch.float32 if weight.reduce_dtype == "float32" else None
         return cls(device=device, reduce_dtype=reduce_dtype)
 
 
-_FORWARD, _BACKWARD = Phase.FORWARD, Phase.BACKWARD  # Python 3.11 looks members up by hand
+# Constants: Python 3.11 takes as long to look up an enum's member as to call a function.
+_FORWARD, _BACKWARD = Phase.FORWARD, Phase.BACKWARD
 _GATHER = WeightOpKind.GATHER
 _LAUNCH_POINT = "launch point"
 _CACHED_PLANS = 8
 
 
-class _Declared(NamedTuple):
-    """A layer of the model: the weight that is gathered for it, and its own parameters."""
+class _DeclaredLayer(NamedTuple):
+    """A declared layer: the weight that is gathered for it, and its own parameters."""
 
     weight: DeclaredWeight
+    """The weight, which other layers may share."""
     own: tuple[ShardedParameter, ...]
+    """The layer's weight, and after it its bias if it has one."""
 
 
 @dataclass(eq=False, slots=True)
 class _FollowedEntry:
-    """An entry of the plan, whose operations refer to weights in place of names."""
+    """A `PlanEntry` whose names of weights are looked up."""
 
     chunk: int
     """The entry's model chunk."""
     before: tuple[WeightOp, ...]
     """The operations before the use, as planned."""
     gathers: tuple[PlannedGather, ...]
+    """The gathers to launch before the use."""
     frees: tuple[DeclaredWeight, ...]
+    """The weights to free after the use."""
     launches: bool
-    """True if its last operation is a gather: the use launches gathers for later uses."""
+    """True if the use launches gathers for later uses, not only one for itself."""
 
 
 class _FollowedPlan(NamedTuple):
-    """A plan as the communicator follows it: made once, and followed step after step."""
+    """A `PrefetchPlan` whose names of weights are looked up, once for all steps that follow it."""
 
     start: tuple[PlannedGather, ...]
-    """Gathers to launch before the first stop."""
-    stops: tuple[_FollowedEntry, ...]
-    entries: tuple[PlanEntry, ...]
+    """Gathers to launch before the first entry."""
+    entries: tuple[_FollowedEntry, ...]
+    planned: tuple[PlanEntry, ...]
+    """The plan's own entries, in the same order."""
     expected: tuple[tuple[Hashable, Phase], ...]
-    """For each stop, the key and phase of the use that reaches it."""
+    """For each entry, the key and phase of the use that reaches it."""
 
 
 class _Use:
@@ -134,28 +127,29 @@ class _Use:
         "_held",
         "_with_bias",
         "cursor",
+        "entry",
         "known",
         "launches",
         "layer",
-        "stop",
     )
 
     def __init__(
         self,
         communicator: ISPCommunicator,
         layer: WeightHolder,
-        known: _Declared | None,
-        stop: _FollowedEntry | None,
+        known: _DeclaredLayer | None,
+        entry: _FollowedEntry | None,
         with_bias: bool,
     ) -> None:
         self._communicator, self._with_bias = communicator, with_bias
         self.layer, self.known = layer, known
-        self.stop = stop
-        """The stop of the plan for this use; None if it is not planned."""
+        self.entry = entry
+        """The plan's entry for this use; None: the use is not planned."""
         self.cursor = communicator._cursor
-        """The cursor at the start of the use; a later one follows another plan."""
-        self.launches = stop is not None and stop.launches
-        """True until the gathers of the stop for later uses are launched."""
+        """The cursor at the start of the use; if the communicator has another one since, it
+        follows another plan."""
+        self.launches = entry is not None and entry.launches
+        """True until this use has launched the entry's gathers for later uses."""
         self._held: GatheredLayer | None = None
 
     @property
@@ -167,8 +161,8 @@ class _Use:
         return self._read(1) if self._with_bias else None
 
     def planned(self) -> _FollowedEntry | None:
-        """Return the stop of the plan that is followed now, if this use has one there."""
-        return self.stop if self.cursor is self._communicator._cursor else None
+        """Return the plan's entry for this use; None without one, or if the plan was given up."""
+        return self.entry if self.cursor is self._communicator._cursor else None
 
     def _read(self, index: int) -> Tensor:
         """Wait for the full weight (`index` 0) or bias (1) and return it."""
@@ -180,7 +174,7 @@ class _Use:
         except Exception as failed:
             communicator._latch.error = failed
             raise
-        # Only now, so that this weight does not share the link with the next ones.
+        # Only after the wait, so that this weight does not share bandwidth with the next ones.
         if self.launches:
             communicator._launch_ahead(self)
         return full
@@ -189,11 +183,12 @@ class _Use:
         return self
 
     def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
-        """End the use: weight and bias are not read any more."""
+        """End the use: free the weights that the plan frees after it."""
         communicator = self._communicator
+        # After a failed collective, freeing would wait for gathers that may never arrive.
         if communicator._latch.error is None:
-            stop = self.planned() if error is None else None
-            communicator._gatherer.free(() if stop is None else stop.frees, self._held)
+            entry = self.planned() if error is None else None
+            communicator._gatherer.free(() if entry is None else entry.frees, self._held)
 
 
 class ISPCommunicator(WPCommunicator):
@@ -207,9 +202,10 @@ class ISPCommunicator(WPCommunicator):
         communicator.finish()                         # the gradients are delivered
 
     Without `begin`, the plan of one forward and one backward repeats, as long as layers run in its
-    order [Note: Unannounced].
-    `prefetch`, `overlap` (None: as `prefetch` says) and `enable_memory_pool` change when and where
-    transfers happen, never a bit of the result. A process may have several communicators; each
+    order. See [Note: Unannounced] in docs/design/notes/weights.md.
+    `prefetch`, `overlap` (None: as `prefetch` has it) and `enable_memory_pool` change when and
+    where transfers happen, but no bit of the result. Two transfers of a step are not hidden: the
+    first gather, and the last reduce-scatter. A process may have several communicators; each
     serves one thread.
     """
 
@@ -230,8 +226,10 @@ class ISPCommunicator(WPCommunicator):
     ) -> None:
         """Make a communicator over `channel`, the ranks that shard the weights.
 
-        `reduce_channel`: for gradients; None: `channel`. `experts`: both channels for weights of
-        experts, over the ranks that gather the same experts; None: as all other weights.
+        `reduce_channel` is for gradients; None: `channel`. `experts` are both channels for the
+        weights of experts, over the ranks that gather the same experts; None: the channels of all
+        other weights. `poison` fills released buffers with NaN; `allocate` makes buffers of
+        gathered weights: see `MemoryPool`.
         """
         checked = {"channel": channel, "reduce_channel": reduce_channel or channel}
         for number, of_experts in enumerate(experts or ()):
@@ -247,13 +245,13 @@ class ISPCommunicator(WPCommunicator):
         prefetch = prefetch or Prefetch()
         self.prefetch = prefetch if overlap is None else replace(prefetch, overlap=overlap)
         self.overlap = self.prefetch.overlap
-        """Whether gathers and reduce-scatters overlap with compute."""
+        """True if gathers and reduce-scatters overlap with compute."""
         self.pool = MemoryPool(reuse=enable_memory_pool, poison=poison, allocate=allocate)
         """Buffers for gathered weights: as many as the plan has gathered at one time."""
         self.reduce_pool = MemoryPool(reuse=enable_memory_pool, poison=poison)
-        """Buffers for reduced gradients, where the sink provides no tensor."""
+        """Buffers for reduced gradients, if the sink provides no tensor for them."""
         self.model_chunk: int | None = None
-        """The running chunk, if `switch_current_model_chunk` was called."""
+        """The running chunk; None: `switch_current_model_chunk` was not called."""
         self._latch = ErrorLatch()
         own = channel, reduce_channel or channel
         gathers, reduces = (
@@ -269,25 +267,26 @@ class ISPCommunicator(WPCommunicator):
             max_bytes_in_flight=config.max_reduce_bytes,
         )
         self._chunks: Chunks = ()
-        self._layers: dict[int, _Declared] = {}
-        """The layers of the model, by the id of the layer and of its weight."""
+        self._layers: dict[int, _DeclaredLayer] = {}
+        """The layers of the model, by the id of the layer and by that of its weight."""
         self._keys: dict[tuple[int, int, int], Hashable] = {}
         """The key of the use at each place (chunk, block, use), in forward order."""
         self._launch_points: set[Hashable] = set()
         """The keys of uses without a layer."""
-        self._itineraries: dict[tuple[Action, ...], _FollowedPlan] = {}
+        self._followed_plans: dict[tuple[Action, ...], _FollowedPlan] = {}
         """Cache by the actions of a step; a run repeats few of them."""
-        self._stops: tuple[_FollowedEntry, ...] = ()
-        """The stops that the cursor counts."""
+        self._entries: tuple[_FollowedEntry, ...] = ()
+        """The entries of the plan that is followed; the cursor's position is an index of them."""
         self._cursor: PlanCursor | None = None
+        """The position in the plan; None: no plan is followed."""
         self._announced = False
-        """Whether `begin` has been called [Note: Unannounced]."""
+        """True if `begin` has been called [Note: Unannounced]."""
         self.is_recomputing = False
 
     # -- before training ---------------------------------------------------------------------
 
     def declare(self, chunks: Sequence[Sequence[DeclaredBlock]]) -> None:
-        """Declare the model: its chunks, each with its blocks in forward order; once.
+        """Declare the model: its chunks, each with its blocks in forward order.
 
         Raises RuntimeError if a model was declared before.
         """
@@ -298,7 +297,7 @@ class ISPCommunicator(WPCommunicator):
         self._chunks = as_chunks(declared)
         names, weights = weight_names(declared), self._gatherer.weights
         for site, block, use in declared_uses(declared):
-            # A key of the caller's never meets the id of a layer.
+            # In a pair, so that a key of the caller cannot be equal to the id of a layer.
             launch_point = _LAUNCH_POINT, use.key
             self._keys[site[1:]] = launch_point if use.layer is None else id(use.layer)
             if use.layer is not None:
@@ -306,13 +305,14 @@ class ISPCommunicator(WPCommunicator):
                 if name not in weights:
                     weights[name] = DeclaredWeight(name, block.module, own)
                 weight = weights[name]
-                weight.shards = max(weight.shards, own, key=len)  # a tied head may have a bias
-                others = weight.shards[1 : len(own)]  # of the bias, if it has one
+                # Of layers that share a weight, only some may have a bias: a head tied to a table.
+                weight.shards = max(weight.shards, own, key=len)
+                others = weight.shards[1 : len(own)]  # the gathered bias, if this layer has one
                 if any(
                     a.parameter is not b.parameter for a, b in zip(own[1:], others, strict=True)
                 ):
                     weight.has_other_biases = True
-                found = _Declared(weight, own)
+                found = _DeclaredLayer(weight, own)
                 self._layers[id(use.layer)] = self._layers[id(use.layer.weight)] = found
             elif use.key is not None:
                 self._launch_points.add(launch_point)
@@ -331,7 +331,7 @@ class ISPCommunicator(WPCommunicator):
     ) -> None:
         """Call `fn` with a block before its weights are gathered, e.g. to wait for the optimizer.
 
-        Raises TypeError if `fn` is not callable.
+        Not a hook of torch; the name is InternEvo's. Raises TypeError if `fn` is not callable.
         """
         if not callable(fn):
             raise TypeError(f"a prerequisite must be callable, got {type(fn).__name__}")
@@ -346,8 +346,9 @@ class ISPCommunicator(WPCommunicator):
     def begin(self, actions: Sequence[Action]) -> None:
         """Follow the plan of `actions` from now on, and launch its first gathers.
 
-        Call it as soon as the weights of the next step are published. Gathers left over from an
-        earlier plan are drained. Raises TypeError if `actions` is no sequence of actions.
+        Call this as soon as the weights of the next step are published. Gathers that an earlier
+        plan has launched are waited for and dropped. Raises TypeError if `actions` is no sequence
+        of actions.
         """
         if not isinstance(actions, Sequence) or not all(isinstance(a, Action) for a in actions):
             raise TypeError(
@@ -358,13 +359,13 @@ class ISPCommunicator(WPCommunicator):
         self._follow(actions)
 
     def finish(self) -> None:
-        """Deliver all gradients and give all buffers back; call it after the last backward."""
+        """Deliver all gradients and release all buffers; call this after the last backward."""
         self._latch.check()
         self._reducer.finish()
         self.drain()
 
     def drain(self) -> None:
-        """Wait for gathers in flight and drop all gathered weights."""
+        """Wait for gathers in flight, drop all gathered weights and give up the plan."""
         self._latch.check()
         self._cursor = None
         self._gatherer.drain()
@@ -379,7 +380,10 @@ class ISPCommunicator(WPCommunicator):
             self.is_recomputing = before
 
     def switch_current_model_chunk(self, chunk: int) -> None:
-        """Set the chunk whose forward or backward runs from now on.  Raises ValueError."""
+        """Set the chunk whose forward or backward runs from now on.
+
+        Raises ValueError if the model has no such chunk.
+        """
         if not 0 <= chunk < len(self._chunks):
             raise ValueError(f"chunk {chunk} is not one of the {len(self._chunks)} model chunks")
         self.model_chunk = chunk
@@ -401,28 +405,31 @@ class ISPCommunicator(WPCommunicator):
                     f" into the declared one, by copy_ or load_state_dict without assign=True"
                 )
         use = _Use(self, module, known, self._arrive(key, phase), bias is not None)
-        # A backward has the weight gradient to compute before it reads the weight.
+        # At once, not after the wait for its own weight: a backward computes the weight gradient
+        # before it reads the weight.
         if use.launches and phase is _BACKWARD and self.overlap:
             self._launch_ahead(use)
         return use
 
     def pass_by(self, key: Hashable) -> None:
-        """Report that a forward has reached the launch point without a weight declared as `key`.
+        """Report that a forward has reached the launch point declared as `key`, e.g. attention.
 
-        Raises KeyError if no launch point was declared with this key.
+        Launches the gathers that the plan has there. Raises KeyError if no launch point was
+        declared with this key.
         """
         launch_point = _LAUNCH_POINT, key
         if launch_point not in self._launch_points:
             raise KeyError(f"no launch point is declared as {key!r}: pass DeclaredUse(.., key=key)")
-        if (stop := self._arrive(launch_point, _FORWARD)) is not None:
-            self._run(stop)
+        if (entry := self._arrive(launch_point, _FORWARD)) is not None:
+            self._run(entry)
 
     def gradient_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        return self._reducer.travels_in(dtype)
+        return self._reducer.sent_dtype(dtype)
 
     def grad_hook(
         self, grad: Tensor, *, module: WeightHolder, is_bias: bool = False, returned: bool = False
     ) -> Tensor | None:
+        """Launch the reduce-scatter of a full gradient; see `WPCommunicator.grad_hook`."""
         if self._latch.error is not None:
             self._latch.check()
         sharded = self._parameters(module)[is_bias]
@@ -437,70 +444,76 @@ class ISPCommunicator(WPCommunicator):
 
     def _follow(self, actions: Sequence[Action]) -> PlanCursor:
         """Follow the plan of `actions` from its start."""
-        found = self._itinerary(tuple(actions))
+        found = self._followed_plan(tuple(actions))
         self.drain()
-        self._stops = found.stops
-        self._cursor = cursor = PlanCursor(found.entries, found.expected)
+        self._entries = found.entries
+        self._cursor = cursor = PlanCursor(found.planned, found.expected)
         self._gatherer.follow()
         self._gatherer.launch(found.start)
         return cursor
 
-    def _itinerary(self, actions: tuple[Action, ...]) -> _FollowedPlan:
-        """Return the plan of `actions`, whose weights and keys are looked up once."""
-        if (known := self._itineraries.get(actions)) is not None:
+    def _followed_plan(self, actions: tuple[Action, ...]) -> _FollowedPlan:
+        """Return the plan of `actions` with its weights and keys looked up, from a cache."""
+        if (known := self._followed_plans.get(actions)) is not None:
             return known
         planned, weights = self.plan(actions), self._gatherer.weights
 
         def gathers(ops: Iterable[WeightOp]) -> tuple[PlannedGather, ...]:
-            # Waits are left to the layers: a weight is waited for where it is read.
+            # Waits are left out: a layer waits where it reads its weight.
             launched = (op for op in ops if op.kind is _GATHER)
             return tuple((weights[op.weight], op.bias is not None) for op in launched)
 
-        stops = tuple(
+        entries = tuple(
             _FollowedEntry(
                 entry.site.chunk,
                 entry.before,
                 gathers(entry.before),
                 tuple(weights[op.weight] for op in entry.after),
-                # Waits come first, and before them the gather of a weight that is read here.
+                # Operations are in this order: the gather of the use's own weight, the wait for
+                # it, gathers for later uses.
                 bool(entry.before) and entry.before[-1].kind is _GATHER,
             )
             for entry in planned.entries
         )
         expected = tuple((self._keys[e.site[1:]], e.site.phase) for e in planned.entries)
-        if len(self._itineraries) >= _CACHED_PLANS:  # actions that do not repeat
-            self._itineraries.clear()
-        found = _FollowedPlan(gathers(planned.start), stops, planned.entries, expected)
-        self._itineraries[actions] = found
+        if len(self._followed_plans) >= _CACHED_PLANS:  # actions that do not repeat
+            self._followed_plans.clear()
+        found = _FollowedPlan(gathers(planned.start), entries, planned.entries, expected)
+        self._followed_plans[actions] = found
         return found
 
     def _arrive(self, key: Hashable, phase: Phase) -> _FollowedEntry | None:
-        """Return the plan's stop for a use, after running the stops skipped before it."""
+        """Return the plan's entry for a use, after running the entries skipped before it.
+
+        None if the use is not planned.
+        """
         if self._latch.error is not None:
             self._latch.check()
-        if self.is_recomputing and phase is _FORWARD:  # layers do not know that they recompute
+        if self.is_recomputing and phase is _FORWARD:  # layers say FORWARD in a recompute, too
             phase = Phase.RECOMPUTE
         cursor, start, index = self._cursor, 0, None
         if cursor is not None:
             start, index = cursor.position, cursor.arrive(key, phase)
+        # Without `begin`, a forward at another place than the plan's next one starts over.
         if not self._announced and phase is _FORWARD and (index is None or index > start):
-            start, index = 0, self._begin_pass(key)
+            start, index = 0, self._begin_unannounced(key)
         if index is None:
             return None
-        stop = self._stops[index]
-        assert self.model_chunk in (stop.chunk, None), (self.model_chunk, stop)
+        entry = self._entries[index]
+        assert self.model_chunk in (entry.chunk, None), (self.model_chunk, entry)
         if index > start:
-            for skipped in self._stops[start:index]:
+            for skipped in self._entries[start:index]:
                 self._run(skipped)
-        return stop
+        return entry
 
-    def _begin_pass(self, key: Hashable) -> int | None:
-        """Start following a forward without `begin` that has reached `key` [Note: Unannounced].
+    def _begin_unannounced(self, key: Hashable) -> int | None:
+        """Follow the plan of a forward and backward that `begin` did not announce.
 
-        Returns the index of its stop, or None if it is not the start of a pass.
+        Returns the index of the entry of `key`. Returns None, and follows no plan, if `key` is not
+        the model's first use. See [Note: Unannounced] in docs/design/notes/weights.md.
         """
         keys = self._keys.values()
-        if key not in keys:  # an undeclared layer is in no plan
+        if key not in keys:  # an undeclared layer is in no plan: keep the one that is followed
             return None
         self.drain()
         if key != next(iter(keys)):
@@ -510,45 +523,55 @@ class ISPCommunicator(WPCommunicator):
         backward = [Action(ActionKind.BACKWARD, 0, chunk) for chunk in reversed(chunks)]
         return self._follow(forward + backward).arrive(key, _FORWARD)
 
-    def _run(self, stop: _FollowedEntry) -> None:
-        """Run the operations of a stop without a use: a launch point, or one that was skipped."""
-        if stop.gathers:
-            self._gatherer.launch(stop.gathers)
-        if stop.frees:
-            self._gatherer.free(stop.frees)
+    def _run(self, entry: _FollowedEntry) -> None:
+        """Run the gathers and frees of an entry at which no weight is read.
+
+        It is a launch point, or a use that was skipped.
+        """
+        if entry.gathers:
+            self._gatherer.launch(entry.gathers)
+        if entry.frees:
+            self._gatherer.free(entry.frees)
 
     # -- the weight of a use -----------------------------------------------------------------
 
     def _launch_ahead(self, use: _Use) -> None:
+        """Launch the gathers that the plan has at `use` for later uses; once."""
         use.launches = False
-        if (stop := use.planned()) is not None:
-            self._gatherer.launch(stop.gathers)
+        if (entry := use.planned()) is not None:
+            self._gatherer.launch(entry.gathers)
 
     def _hold(self, use: _Use, with_bias: bool) -> GatheredLayer:
-        """Return what a use reads, held for it: gathered as planned, or for this use alone."""
+        """Return the full tensors that a use reads, with the use added as a user of them.
+
+        They were gathered as planned, or are gathered now: for all uses until the plan frees them,
+        or for this use alone.
+        """
         layer, gather = use.layer, self._gatherer.gather_now
         known = use.known or self._layers.get(id(layer.weight))
         if known is None:  # an undeclared weight
             return gather(self._parameters(layer)[: 1 + with_bias])
         weight = known.weight
-        if with_bias and weight.has_other_biases:  # the plan gathers only one of them
+        if with_bias and weight.has_other_biases:  # the plan gathers only one of these biases
             return gather(self._parameters(layer), weight.block)
         found = weight.gathered
         if found is not None:
             if not found.is_stale():
                 if not with_bias or len(found.full) > 1:
                     return found.hold()
+                # Planned without the bias: no forward was to read it before the free.
                 return gather(self._parameters(layer)[:2], weight.block)
             weight.gathered = None
             found.let_go()
-        if (stop := use.planned()) is None:
+        if (entry := use.planned()) is None:
             return gather(self._parameters(layer)[: 1 + with_bias], weight.block)
-        # The weight stays until the plan frees it, with a bias if one is read until then.
-        biases = [op.bias for op in stop.before if op.weight == weight.name]
+        # Kept until the plan frees it, so with the bias if a use reads one before then.
+        biases = [op.bias for op in entry.before if op.weight == weight.name]
         weight.gathered = gather(weight.shards[: 1 + (with_bias or any(biases))], weight.block)
         return weight.gathered.hold()
 
     def _parameters(self, layer: WeightHolder) -> tuple[ShardedParameter, ...]:
+        """Return a layer's weight and bias; for an undeclared layer, in new objects."""
         known = self._layers.get(id(layer))
         return parameters_of(layer) if known is None else known.own
 

@@ -1,6 +1,6 @@
 """The declaration of a model to a communicator: its blocks, and the uses in each, in order.
 
-Nothing is found by matching names, so any model can be declared.
+Nothing depends on the names of modules, so any model can be declared.
 """
 
 from __future__ import annotations
@@ -32,21 +32,23 @@ class WeightHolder(Protocol):
     """A layer with a sharded weight, as the communicator sees it."""
 
     name: str
+    """Qualified name of the layer in the model."""
     layouts: dict[str, ParameterLayout]
+    """Layouts of the weight and the bias, by `weight_name` and `bias`."""
     weight_name: str
     """Name of the weight in the module: usually `weight`."""
 
     @property
     def weight(self) -> nn.Parameter:
-        """This rank's shard."""
+        """This rank's shard of the weight."""
 
     @property
     def bias(self) -> nn.Parameter | None:
-        """This rank's shard, if there is one."""
+        """This rank's shard of the bias; None: the layer has none."""
 
 
 def parameters_of(layer: WeightHolder) -> tuple[ShardedParameter, ...]:
-    """Return the weight of a layer, and its bias if it has one."""
+    """Return the shard of a layer's weight, and after it that of its bias if it has one."""
     found = {layer.weight_name: layer.weight, "bias": layer.bias}
     return tuple(
         ShardedParameter(f"{layer.name}.{name}", parameter, layer.layouts[name])
@@ -60,15 +62,15 @@ class DeclaredUse:
     """A place that a forward passes: a layer that reads its weight, or a bare launch point."""
 
     use: Use
-    """The use as the plan sees it, without the names of weight and bias."""
+    """The use in the form of the plan; `as_chunks` adds the names of weight and bias."""
     layer: WeightHolder | None = None
-    """The layer whose weight is read here."""
+    """The layer whose weight is read here; None: a launch point without a weight."""
     at: nn.Module | None = None
-    """The module whose call marks the place for recorders; one call may contain several uses. None
-    in a traced model: a call that mixes tokens, which no module makes."""
+    """The module whose call contains the place, for recorders of calls; a call may contain several
+    uses. None: a mixer of a traced model, which is called by a function and not by a module."""
     key: Hashable = None
     """The key with which the model calls `WPCommunicator.pass_by` here; for launch points only.
-    Uses of one key are passed in turn."""
+    If several uses have one key, each call reaches the next of them."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -77,12 +79,15 @@ class DeclaredBlock:
 
     name: str
     module: nn.Module
-    """The module that prerequisites of its prefetch are called with."""
+    """The block, passed to the prerequisites of its gathers; see
+    `ISPCommunicator.register_prerequisite_for_forward_prefetch_hooks`."""
     uses: tuple[DeclaredUse, ...]
+    """The block's uses in forward order."""
     recomputed: bool = False
-    """Whether its activations are recomputed in backward."""
+    """True if the block's activations are recomputed in backward."""
     input_kept: bool = True
-    """Whether its input is kept for that; else it is recomputed from an earlier one."""
+    """True if the block's input is kept for its recompute; else earlier blocks are recomputed to
+    get it."""
 
 
 DeclaredChunks = tuple[tuple[DeclaredBlock, ...], ...]
@@ -100,9 +105,10 @@ def declared_uses(
 
 
 def weight_names(declared: DeclaredChunks) -> dict[int, str]:
-    """Return the name of each weight by the id of its shard; the first layer names a shared one.
+    """Return the name of each weight, by the `id` of its shard.
 
-    Raises ValueError if two weights have the same name.
+    A shared weight has the name of the first layer that reads it. Raises ValueError if two weights
+    have the same name.
     """
     names: dict[int, str] = {}
     for _, _, use in declared_uses(declared):
@@ -115,7 +121,7 @@ def weight_names(declared: DeclaredChunks) -> dict[int, str]:
 
 
 def as_chunks(declared: DeclaredChunks) -> Chunks:
-    """Return the declaration in the form that the plan takes."""
+    """Return the declaration in the form that `plan` takes: names in place of modules."""
     weights = weight_names(declared)
 
     def planned(v: DeclaredUse) -> Use:

@@ -1,9 +1,7 @@
 """All-gathers of weights and reduce-scatters of gradients.
 
-[Note: Pieces] A dim of N on p ranks is cut as `torch.chunk` cuts: ceil(N / p) each, the last ranks
-less or none. Collectives move equal pieces, so short pieces are sent padded, and the padding at the
-end is cut off as a view. Pieces of rows (dim 0) are contiguous in the full tensor, so they are
-gathered to where they are read and sent from where they are. Any other dim costs a copy.
+Only shards of rows of equal number are sent and received without a copy; others are padded or
+moved first. See [Note: Pieces] in docs/design/notes/weights.md.
 """
 
 from __future__ import annotations
@@ -37,7 +35,10 @@ __all__ = [
 
 
 class ErrorLatch:
-    """A context that keeps the last error: after a failed collective, ranks are out of step."""
+    """A context manager that records an exception raised in it, for `check` to refuse later calls.
+
+    After a failed collective, ranks no longer launch the same collectives in the same order.
+    """
 
     error: Exception | None = None
 
@@ -49,7 +50,7 @@ class ErrorLatch:
             self.error = error
 
     def check(self) -> None:
-        """Raise RuntimeError if there was an error."""
+        """Raise RuntimeError if an error was recorded."""
         if self.error is not None:
             raise RuntimeError(
                 f"a collective of this communicator failed ({self.error}): its ranks are no"
@@ -61,15 +62,13 @@ class ErrorLatch:
 
 
 class GatheredLayer:
-    """The full weight of a layer, and its bias where one is read; kept until all users let go.
+    """The full weight of a layer, and its bias if one is read; kept until its last user lets go.
 
-    [Note: Versions] torch counts the in-place changes of a tensor, but not those of fused
-    optimizers. A full tensor is stale if, since the launch of its gather, its shard has changed or
-    any optimizer has stepped; then it is gathered again. Writes through `.data` cannot be seen:
-    call `begin` or `drain` after them.
+    It is stale, and gathered again, if its shard has changed or any optimizer has stepped since
+    the gather. See [Note: Versions] in docs/design/notes/weights.md.
     """
 
-    __slots__ = ("_holders", "_leases", "_shards", "_version", "full")
+    __slots__ = ("_leases", "_shards", "_users", "_version", "full")
 
     def __init__(self, shards: Sequence[ShardedParameter]) -> None:
         self._shards = shards
@@ -77,29 +76,32 @@ class GatheredLayer:
         self.full: list[Pending] = []
         """The full weight, and after it the bias."""
         self._leases: list[Lease] = []
-        self._holders = 1
+        self._users = 1  # the launcher of the gather
 
     def is_stale(self) -> bool:
         """Return True if a shard may have changed since its gather was launched."""
         return _version(self._shards) != self._version
 
     def hold(self) -> GatheredLayer:
-        """Add a user, who has to call `let_go`; return itself."""
-        self._holders += 1
+        """Add a user, which must call `let_go`; return `self`."""
+        self._users += 1
         return self
 
     def let_go(self) -> None:
-        """Remove a user; the last one waits for the gathers and gives the buffers back."""
-        self._holders -= 1
-        if self._holders == 0:
-            for full in self.full:
+        """Remove a user; after the last one, wait for the gathers and release the buffers."""
+        self._users -= 1
+        if self._users == 0:
+            for full in self.full:  # a skipped use has not waited: its gather may be in flight
                 full.wait()
             for lease in self._leases:
                 lease.release()
 
 
 def _version(shards: Sequence[ShardedParameter]) -> int:
-    """Return a number that grows with each visible write into `shards` [Note: Versions]."""
+    """Return a number that grows with each write into `shards` that torch counts.
+
+    See [Note: Versions] in docs/design/notes/weights.md.
+    """
     number: int = _optimizer_steps()[0]
     for shard in shards:
         number += version_of(shard.parameter)
@@ -108,16 +110,17 @@ def _version(shards: Sequence[ShardedParameter]) -> int:
 
 @dataclass(eq=False, slots=True)
 class DeclaredWeight:
-    """A weight of the model, and its gathered tensors until the plan frees them."""
+    """A weight of the model as declared, and its gathered tensors until the plan frees them."""
 
     name: str
     block: nn.Module
-    """The block that prerequisites of the gather are called with."""
+    """The block of the weight, passed to `WeightGatherer.prerequisites` before a gather."""
     shards: tuple[ShardedParameter, ...]
-    """The weight, and the first bias of the layers that read it."""
+    """The shard of the weight, and of the first bias of the layers that read the weight."""
     has_other_biases: bool = False
-    """Whether layers that share the weight have other biases, which are gathered at each use."""
+    """True if layers that share the weight have different biases: a use gathers its own then."""
     gathered: GatheredLayer | None = None
+    """The full tensors, in flight or arrived; None: not gathered."""
 
 
 PlannedGather: TypeAlias = tuple[DeclaredWeight, bool]
@@ -125,10 +128,10 @@ PlannedGather: TypeAlias = tuple[DeclaredWeight, bool]
 
 
 class WeightGatherer:
-    """Gathers weights over the ranks that shard them, before a use or at it.
+    """Gathers weights over the ranks that shard them, ahead of a use or when a layer reads.
 
-    [Note: Gather stream] Gathers run on a stream of their own. They wait for the last use of their
-    buffer and for what published the weight, not for compute queued before them.
+    Gathers run on their own stream and do not wait for compute. See [Note: Gather stream] in
+    docs/design/notes/weights.md.
     """
 
     def __init__(
@@ -142,14 +145,14 @@ class WeightGatherer:
         self._latch = latch
 
     def follow(self) -> None:
-        """Make gathers wait for work queued so far, such as an update of the weights."""
+        """Make later gathers wait for the work queued so far, such as an update of the weights."""
         streams.follow(self._stream)
 
     def launch(self, gathers: Iterable[PlannedGather]) -> None:
-        """Launch those of the `gathers` whose weights are not gathered yet."""
+        """Launch the gathers of weights that are not gathered yet."""
         try:
             with streams.on(self._stream):
-                ready = None
+                ready = None  # the block whose prerequisites have been called
                 for weight, with_bias in gathers:
                     if weight.gathered is not None:
                         continue
@@ -179,8 +182,8 @@ class WeightGatherer:
     def gather_now(
         self, shards: Sequence[ShardedParameter], block: nn.Module | None = None
     ) -> GatheredLayer:
-        """Launch a gather for a use that waits for it, after all work queued so far."""
-        self.follow()
+        """Launch a gather of a weight that is read next, after all work queued so far."""
+        self.follow()  # outside of the plan, any queued work may have written the weight
         with streams.on(self._stream):
             if block is not None:
                 for fn in self.prerequisites:
@@ -201,8 +204,8 @@ def gather(
 ) -> GatheredLayer:
     """Launch all-gathers of a layer's `shards` into buffers of `pool`.
 
-    If the rows divide evenly, the shard is sent and the buffer read by the matmul without a copy;
-    otherwise see [Note: Pieces].
+    If rows divide evenly over ranks, the shard is sent, and the buffer read by the matmul, without
+    a copy. For all other shards see [Note: Pieces] in docs/design/notes/weights.md.
     """
     gathered = GatheredLayer(shards)
     for shard in shards:
@@ -213,7 +216,7 @@ def gather(
             continue
         lease = pool.lease(shard.buffer_shape, piece.dtype, piece.device)
         gathered._leases.append(lease)
-        piece = shard.as_it_travels(piece, layout.piece_shape[0])
+        piece = shard.to_send(piece, layout.piece_shape[0])
         full = channel.all_gather_into(lease.tensor, piece, tag=shard.tag)
         gathered.full.append(full if layout.is_cut_in_place else full.then(layout.joined))
     return gathered
@@ -221,10 +224,10 @@ def gather(
 
 @cache
 def _optimizer_steps() -> list[int]:
-    """Return the counter of steps of all torch optimizers in this process since the first call.
+    """Return a list with one number: the steps of all torch optimizers since the first call.
 
-    Fused optimizers change weights without increasing their versions. The counter belongs to the
-    process, as torch's hooks on all optimizers do.
+    Fused optimizers change weights without increasing their versions. The counter is global to
+    the process, since torch's hook on the steps of all optimizers is.
     """
     steps = [0]
 
@@ -239,24 +242,24 @@ def _optimizer_steps() -> list[int]:
 
 
 class _InFlight(NamedTuple):
-    """A reduce-scatter in flight."""
+    """A reduce-scatter of a gradient in flight."""
 
     parameter: ShardedParameter
     piece: Pending
     """This rank's piece of the sum."""
     leases: list[Lease]
-    """The buffers to give back after it."""
+    """Buffers to release after the piece has arrived."""
     num_bytes: int
-    """The bytes of the full gradient as sent, which is kept until the sum has arrived."""
+    """Bytes of the full gradient as sent; it is kept until the piece has arrived."""
 
 
 class GradientReducer:
     """Reduce-scatters full gradients over the ranks that shard them, and delivers them in order.
 
-    If rows divide evenly, a gradient is sent from where it was computed, and the sum is received
-    in the sink's tensor, if it provides one. At most `max_bytes_in_flight` bytes of full gradients
-    are kept; beyond that the oldest reduction is waited for. The order of launches and deliveries
-    follows from the order of calls and from sizes alone, so it is the same on all ranks.
+    If rows divide evenly, a gradient is sent without a copy, and the sum is received in a tensor
+    of the sink, if the sink provides one. At most `max_bytes_in_flight` bytes of full gradients
+    are kept; beyond that, the oldest reduction is waited for. The order of launches and deliveries
+    depends on the order of calls and on sizes only, so it is the same on all ranks.
     """
 
     def __init__(
@@ -272,7 +275,8 @@ class GradientReducer:
         self.pool = pool
         self._latch = latch
         self._summed_in = partial(_wider, torch.bool if dtype is None else dtype)
-        """Maps a gradient's dtype to that of its sum; every dtype is wider than bool."""
+        """Maps a gradient's dtype to its sum's; without `dtype` they are equal, as any is wider
+        than bool."""
         self.max_bytes_in_flight = max_bytes_in_flight
         self.bytes_in_flight = 0
         """Size of the full gradients whose sums have not arrived."""
@@ -280,19 +284,22 @@ class GradientReducer:
         self._in_flight: deque[_InFlight] = deque()
 
     def add(self, parameter: ShardedParameter, grad: Tensor) -> None:
-        """Promise the sink a gradient, and launch the reduction of the full `grad` for it."""
+        """Launch the reduction of the full gradient `grad`; the sink gets the shard later.
+
+        May wait for older reductions, to stay below `max_bytes_in_flight`.
+        """
         layout, sink = parameter.layout, self.sink
         channel = self._channels[layout.cut_over]
         received_in = None
         if channel.size > 1 and layout.is_cut_in_place:
             received_in = self._summed_in(grad.dtype)
-        # Outside of the `try`: a sink that refuses has not broken the group.
+        # Outside of the `try`: if the sink raises, ranks are still in step.
         place = sink.promise(parameter.parameter, received_in)
         try:
             if channel.size == 1:
                 sink.add(parameter.parameter, grad)
                 return
-            num_bytes = grad.numel() * self.travels_in(grad.dtype).itemsize
+            num_bytes = grad.numel() * self.sent_dtype(grad.dtype).itemsize
             while self._in_flight and self.bytes_in_flight + num_bytes > self.max_bytes_in_flight:
                 self._deliver_oldest()
             pending, leases = self._send(parameter, channel, grad, place)
@@ -314,8 +321,11 @@ class GradientReducer:
                 lease.release()
         return shard
 
-    def travels_in(self, dtype: torch.dtype) -> torch.dtype:
-        """Return the dtype in which a gradient is sent: the sum's, unless receivers sum."""
+    def sent_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """Return the dtype in which a gradient of `dtype` is sent: that of the sum.
+
+        A channel that `sums_locally` sends `dtype` itself, and each receiver widens it.
+        """
         return dtype if self._channels[Axis.WEIGHT].sums_locally else self._summed_in(dtype)
 
     def finish(self) -> None:
@@ -327,15 +337,18 @@ class GradientReducer:
     def _send(
         self, parameter: ShardedParameter, channel: Channel, grad: Tensor, place: Tensor | None
     ) -> tuple[Pending, list[Lease]]:
-        """Launch the reduce-scatter into `place`, or into a buffer of the pool."""
-        pieces = parameter.as_it_travels(grad, parameter.buffer_shape[0])
+        """Launch the reduce-scatter into `place`, or into a buffer of the pool.
+
+        Returns the piece in flight, and the buffers to release after it has arrived.
+        """
+        pieces = parameter.to_send(grad, parameter.buffer_shape[0])
         leases = []
         if place is None:
             shape, dtype = parameter.layout.piece_shape, self._summed_in(grad.dtype)
             leases.append(self.pool.lease(shape, dtype, grad.device))
             place = leases[0].tensor
         received = None
-        if channel.sums_locally:
+        if channel.sums_locally:  # it receives all ranks' pieces and sums them on this rank
             leases.append(self.pool.lease(parameter.buffer_shape, pieces.dtype, grad.device))
             received = leases[-1].tensor
         pending = channel.reduce_scatter_into(
@@ -344,6 +357,7 @@ class GradientReducer:
         return pending, leases
 
     def _deliver_oldest(self) -> None:
+        """Wait for the reduction launched first and add its sum to the sink."""
         parameter, pending, leases, num_bytes = self._in_flight.popleft()
         self.bytes_in_flight -= num_bytes
         self.sink.add(parameter.parameter, parameter.without_padding(pending.wait()))
@@ -351,5 +365,5 @@ class GradientReducer:
             lease.release()
 
 
-_wider = cache(torch.promote_types)  # to torch, an operator
-"""Returns the dtype that holds the values of two."""
+_wider = cache(torch.promote_types)  # cached: torch dispatches it like an operator
+"""Returns the narrowest dtype that holds the values of two dtypes."""

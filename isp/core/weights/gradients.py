@@ -1,7 +1,7 @@
-"""Weight gradients: the product that one is, dW = dy^T x, and the sinks that add it up.
+"""Weight gradients: the matmul dW = dy^T x, and the sinks that accumulate dW.
 
-N tokens, O out features, I in features; dy [N, O], x [N, I], dW [O, I]. Where several linears of
-one input are computed as one, each has a dy [N, Oi] and its own rows of dW, one after another.
+N tokens, O out features, I in features; dy [N, O], x [N, I], dW [O, I]. If several linears of one
+input are computed as one, linear i has dy [N, Oi], and the rows of dW are concatenated.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 __all__ = ["GradientSink", "OutputGradient", "ParameterGradients", "weight_gradient"]
 
 OutputGradient = Tensor | tuple[Tensor, ...]
-"""Output gradient dy [N, O] of one linear, or one [N, Oi] for each of several."""
+"""The output gradient dy [N, O] of a linear, or a tuple [N, Oi] of several with one input."""
 
 
 def weight_gradient(
@@ -25,21 +25,16 @@ def weight_gradient(
     into: Tensor | None = None,
     add: bool = False,
 ) -> Tensor:
-    """Return dW = dy^T x in `dtype` (None: that of the factors), or written or added to `into`.
+    """Return dW = dy^T x in `dtype` (None: the factors'), or write it into, or `add` to, `into`.
 
-    If `into` has the dtype of the factors, or is float32 on CUDA, one kernel does it and no memory
-    is allocated [Note: Wide products].
-
-    [Note: Wide products] CUDA multiplies bfloat16 or float16 factors into float32 without rounding
-    the sums to the factors' dtype (torch 2.10 or newer, to add to `into`). Other devices have no
-    such kernel: there a product is rounded to the factors' dtype before it is widened. Meta tensors
-    take the path of CUDA, for which the planner uses them.
+    If `into` has the dtype of the factors, or is float32 on CUDA, this is one kernel that allocates
+    nothing. See [Note: Wide products] in docs/design/notes/weights.md.
     """
     if isinstance(dy, tuple):  # the rows of dW of each linear, one product for each
         sizes = [part.shape[1] for part in dy]
         if into is None:
             into = x.new_empty(sum(sizes), x.shape[1], dtype=dtype or x.dtype)
-        # The method of C++: `split` is a Python function that takes as long as a product.
+        # `split` is a Python function, which takes as long as a product; this is C++.
         for part, rows in zip(dy, into.split_with_sizes(sizes), strict=True):
             weight_gradient(part, x, into=rows, add=add)
         return into
@@ -47,6 +42,7 @@ def weight_gradient(
     wide = into.dtype if into is not None else narrow if dtype is None else dtype
     if wide == narrow:
         return left @ x if into is None else torch.addmm(into, left, x, beta=int(add), out=into)
+    # [Note: Wide products] Elsewhere the product is rounded before it is widened.
     if not (dy.device.type in ("cuda", "meta") and wide is torch.float32):
         product = left @ x
         if into is None:
@@ -54,33 +50,34 @@ def weight_gradient(
         return into.add_(product) if add else into.copy_(product)
     if into is None:
         return torch.mm(left, x, out_dtype=wide)
-    if add and not dy.is_meta:  # torch 2.11 may not know the shape of this addmm
+    if add and not dy.is_meta:  # torch 2.11 may fail to infer this addmm's shape on meta
         return torch.addmm(into, left, x, out_dtype=wide, out=into)
     return torch.mm(left, x, out_dtype=wide, out=into)
 
 
 class GradientSink(Protocol):
-    """A receiver of this rank's gradients of parameters, such as `MainGradients`."""
+    """A receiver that accumulates this rank's gradients of parameters, such as `MainGradients`."""
 
     def promise(self, parameter: nn.Parameter, dtype: torch.dtype | None = None) -> Tensor | None:
-        """Announce one `add`.  Raises RuntimeError if no more are expected.
+        """Announce that `add` will be called once for `parameter`.
 
-        May return a tensor in which to receive the gradient, if that has dtype `dtype`; the same
-        tensor is then passed to `add`.
+        Until then its gradient is not final. If the gradient has `dtype`, this may return a tensor
+        to receive it in, which is then passed to `add`. Raises RuntimeError if the gradient is
+        final already.
         """
 
     def add(self, parameter: nn.Parameter, gradient: Tensor) -> None:
-        """Add a gradient, promised or not; the tensor must not be kept."""
+        """Add a gradient, promised or not; an implementation must not keep the tensor."""
 
     def withdraw(self, parameter: nn.Parameter) -> None:
-        """Take a promise back."""
+        """Cancel one promise for `parameter`."""
 
 
 class ProductSink(GradientSink, Protocol):
     """A sink that multiplies a weight gradient straight into its buffer."""
 
     def add_product(self, parameter: nn.Parameter, dy: OutputGradient, x: Tensor) -> None:
-        """Add the weight gradient dy^T x; it keeps no promise."""
+        """Add the weight gradient dy^T x; this does not count as the `add` of a promise."""
 
 
 class ParameterGradients:
@@ -94,7 +91,9 @@ class ParameterGradients:
 
     def add(self, parameter: nn.Parameter, gradient: Tensor) -> None:
         gradient = gradient.to(parameter.dtype)
-        if parameter.grad is None:  # contiguous as shards are: fused optimizers rely on it
+        # A copy, as the caller reuses the tensor. Contiguous like the shard: fused optimizers
+        # need equal strides.
+        if parameter.grad is None:
             parameter.grad = gradient.clone(memory_format=torch.contiguous_format)
         else:
             parameter.grad += gradient

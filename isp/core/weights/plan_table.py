@@ -1,4 +1,4 @@
-"""A prefetch plan as a printed table: one line for each site, repeated blocks shown once."""
+"""Prints a prefetch plan as a table: a line for each entry, repeated blocks shown once."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ def grid(
 ) -> str:
     """Return the table of `plan`, and a line with its totals.
 
-    `ahead` is the number of uses from the gather to the wait; `blocks` and `weights` are gathered
-    or under way during the use. `compact` shows the first of several blocks or actions that do the
-    same. Raises AssertionError if the plan is wrong.
+    Column `ahead` is the number of uses from the gather to the wait; `blocks` and `weights` count
+    what is gathered or in flight during the use. `compact` shows only the first of several blocks
+    or actions with the same operations. Raises AssertionError if the plan is wrong.
     """
     result = simulate(plan, chunks, actions)
     table = _Table(chunks, result)
     steps = zip(plan.entries, result.occupancy, strict=True)
     lines: list[tuple[str, ...]] = [_HEADER, table.start(plan.start)]
     shown: set[object] = set()
-    hidden: list[str] = []  # actions in a row that repeat one above
+    hidden: list[str] = []  # consecutive actions with the operations of an action shown before
     for action, spans in groupby(step_spans(chunks, actions), key=lambda span: span.action):
         blocks = [
             [table.line(action, *step) for step in islice(steps, len(span.sites))] for span in spans
@@ -51,20 +51,22 @@ def grid(
 
 
 class _Line(NamedTuple):
+    """A row of the table."""
+
     cells: tuple[str, ...]
     does: object
-    """Key of the line's operations, with blocks counted from its own; lines with equal keys do the
-    same."""
+    """Key of the row's operations, in which blocks are counted from the row's own; rows with equal
+    keys do the same in their blocks."""
 
 
 class _Table:
-    """Makes the line of each entry, with names for the plan's numbers."""
+    """Makes the row of each entry, with the names of blocks and uses."""
 
     def __init__(self, chunks: Chunks, result: Simulation) -> None:
         self.chunks = chunks
         self.lookaheads = iter(result.lookaheads)
-        self.homes: dict[str, Site] = {}  # where each weight is declared first
-        self.sizes: Counter[tuple[int, int]] = Counter()  # how many in each block
+        self.homes: dict[str, Site] = {}  # the first use of each weight
+        self.sizes: Counter[tuple[int, int]] = Counter()  # weights of each (chunk, block)
         for c, chunk in enumerate(chunks):
             for b, block in enumerate(chunk):
                 for v, use in enumerate(block.uses):
@@ -73,12 +75,14 @@ class _Table:
                         self.sizes[c, b] += 1
 
     def start(self, acts: Iterable[WeightOp]) -> tuple[str, ...]:
+        """Return the cells of the row for the gathers before the first entry."""
         weights = [act.weight for act in acts]
         blocks = len({self.homes[weight][1:3] for weight in weights})
         names = self.names(weights, None)
         return ("start", *[""] * 5, names, "", str(blocks), str(len(weights)))
 
     def line(self, action: Action, step: PlanEntry, here: Occupancy) -> _Line:
+        """Return the row of an entry; `here`: what is gathered during its use."""
         _, c, b, v = step.site
         block = self.chunks[c][b]
         acts: dict[WeightOpKind, list[str]] = {kind: [] for kind in WeightOpKind}
@@ -97,7 +101,10 @@ class _Table:
         return _Line(cells, (step.site.phase, block.uses[v].name, *ahead, *relative))
 
     def names(self, weights: Iterable[str], here: Block | None) -> str:
-        """Return the names of weights: by use in the block `here`, by block if all are meant."""
+        """Return the names of weights for a cell: uses of the block `here`, and of other blocks.
+
+        Another block of which all weights are meant is named alone.
+        """
         words = []
         for place, group in groupby((self.homes[w] for w in weights), key=lambda home: home[1:3]):
             homes = list(group)
@@ -113,15 +120,17 @@ class _Table:
 
 
 def _done_by(lines: list[_Line]) -> object:
+    """Return a key of the operations of a block's rows."""
     return tuple(line.does for line in lines)
 
 
 def _cells(blocks: Iterable[list[_Line]]) -> Iterator[tuple[str, ...]]:
+    """Return the cells of all rows of the blocks."""
     return (line.cells for lines in blocks for line in lines)
 
 
 def _collapsed(blocks: Iterable[list[_Line]]) -> Iterator[tuple[str, ...]]:
-    """Yield the rows of an action's blocks; of three or more equal ones in a row, the first."""
+    """Yield the rows of an action's blocks, but of three or more equal neighbors only the first."""
     for _, group in groupby(blocks, key=_done_by):
         first, *same = group
         yield from _cells([first])
@@ -133,7 +142,7 @@ def _collapsed(blocks: Iterable[list[_Line]]) -> Iterator[tuple[str, ...]]:
 
 
 def _note(names: list[str]) -> Iterator[tuple[str, ...]]:
-    """Yield a row that names repeats of the one above; at most the first eight and last four."""
+    """Yield a row with the `names` that repeat the row above: at most 16, else 8 and the last 4."""
     if names:
         yield (f"... {' '.join(names if len(names) <= 16 else [*names[:8], '...', *names[-4:]])}",)
 
@@ -145,7 +154,7 @@ def _aligned(rows: list[tuple[str, ...]]) -> Iterator[str]:
     above: tuple[str, ...] = ()
     for row in rows:
         if len(row) == 1:
-            yield f"{'':{widths[0]}}  {row[0]} alike"
+            yield f"{'':{widths[0]}}  {row[0]}: the same"
             above = ()
             continue
         cells = [
@@ -159,6 +168,7 @@ def _aligned(rows: list[tuple[str, ...]]) -> Iterator[str]:
 
 
 def _totals(result: Simulation) -> str:
+    """Return two lines: the number of gathers by phase, and the most gathered at a time."""
     gathers = dict.fromkeys(Phase, 0)
     for (_, phase), count in result.gathers.items():
         gathers[phase] += count

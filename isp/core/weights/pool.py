@@ -26,13 +26,13 @@ class Lease:
 
     @property
     def tensor(self) -> Tensor:
-        """The buffer.  Raises RuntimeError once the lease has ended."""
+        """The leased buffer.  Raises RuntimeError after `release`."""
         if self._released:
             raise RuntimeError("this buffer was released: another transfer may be writing to it")
         return self._tensor
 
     def release(self) -> None:
-        """Give the buffer back.  Raises RuntimeError if it was given back before."""
+        """Return the buffer to the pool.  Raises RuntimeError if it was returned before."""
         if self._released:
             raise RuntimeError("this buffer was released already: it may be leased to another now")
         self._released = True
@@ -44,7 +44,7 @@ _Free = list[tuple[Tensor, tuple[int, ...], streams.Event | None]]
 
 
 class _Kind(NamedTuple):
-    """The size and the free buffers for one shape, dtype and device."""
+    """The pool's entry for one shape, dtype and device: the size in bytes and the free buffers."""
 
     shape: tuple[int, ...]
     num_bytes: int
@@ -56,14 +56,13 @@ class _Kind(NamedTuple):
 class MemoryPool:
     """Lends buffers by dtype, device and number of elements, and takes them back for reuse.
 
-    Blocks have equal shapes, so the buffers of a freed block serve later ones. Without `reuse`
-    every lease is a new buffer, dropped at its end: the same program on torch's allocator.
-    `poison` fills returned buffers with NaN, so that a late read shows in the loss. `allocate`
-    makes the buffers in place of `torch.empty`, such as registered memory of NCCL.
+    Blocks have equal shapes, so the buffers of a freed block serve later blocks. Without `reuse`
+    each lease allocates a buffer and drops it at its end, to compare with torch's allocator.
+    `poison` fills returned buffers with NaN, so that a read after `release` shows in the loss.
+    `allocate` replaces `torch.empty`, e.g. to return memory that is registered with NCCL.
 
-    [Note: Reuse across streams] On CUDA, kernels queued on the last user's stream may still
-    read a returned buffer. An event marks that point, and the next lease makes the current stream
-    wait for it: the gather waits for this event only, not for all compute.
+    A reused buffer waits for the last kernel that reads it, not for all compute. See
+    [Note: Reuse across streams] in docs/design/notes/weights.md.
     """
 
     reuse: bool = True
@@ -74,9 +73,9 @@ class MemoryPool:
     leased_bytes: int = 0
     """Bytes of leased buffers."""
     allocations: int = 0
-    """Leases that needed a new buffer."""
+    """Number of leases that needed a new buffer."""
     reuses: int = 0
-    """Leases served by a free buffer."""
+    """Number of leases that a free buffer served."""
     _kinds: dict[tuple[tuple[int, ...], torch.dtype, torch.device], _Kind] = field(
         default_factory=dict
     )
@@ -86,6 +85,7 @@ class MemoryPool:
 
     def lease(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Lease:
         """Lease a buffer of this shape; its contents are undefined."""
+        # Cached, with what follows from shape and dtype: each gather of a step leases a buffer.
         kind = self._kinds.get((shape, dtype, device)) or self._new_kind(shape, dtype, device)
         _, num_bytes, free = kind
         if free:
@@ -93,10 +93,11 @@ class MemoryPool:
             if last_shape != shape:
                 buffer = buffer.view(shape)
             if last_use is not None:
-                last_use.wait()
+                last_use.wait()  # [Note: Reuse across streams]
             self.reuses += 1
         else:
-            with torch.inference_mode(False):  # such a tensor could not be written in training
+            # A tensor made in inference mode could not be written in training later.
+            with torch.inference_mode(False):
                 if self.allocate is not None:
                     buffer = self.allocate(math.prod(shape), dtype).view(shape)
                 else:
@@ -110,7 +111,7 @@ class MemoryPool:
         """Drop free buffers, e.g. before a phase with other shapes."""
         for free in self._free.values():
             for buffer, _, last_use in free:
-                if last_use is not None:
+                if last_use is not None:  # the allocator does not know of uses on other streams
                     last_use.synchronize()
                 self.reserved_bytes -= buffer.nbytes
             free.clear()

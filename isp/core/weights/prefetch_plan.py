@@ -1,35 +1,11 @@
-"""The prefetch schedule as data: which sharded weights to gather, wait for and free, and where.
+"""The prefetch plan as data: which sharded weights to gather, wait for and free at each use.
 
 `plan` is a pure function of the model's declaration and the order of work; a communicator follows
-its result with a `PlanCursor`. `simulate` proves a plan right, `grid` prints it.
+its result with a `PlanCursor`. `simulate` checks a plan, `grid` prints it.
 
-[Note: Lifetimes]  A weight is live from a first to a last read: one gather, one wait, one free.
-  * Within a span every weight has one lifetime, from its first to its last read. So a weight
-    used twice in a block is gathered once for both uses, and a recomputed block keeps its
-    weights from recompute through backward.
-  * The lifetimes of a weight in two spans are joined where at most one other unit lies between, for
-    then the unit that waits and the one that runs are the two that the budget allows. This keeps
-    the last block for its backward after the head, and the first block from its backward to the
-    next micro-batch's forward after the embedding.
-  * Without `reshard_after_forward` a weight has one lifetime in the whole step.
-  * A unit is a block per layer, a weight per module. Weights that are read together (see `Use`)
-    are there until the last of their uses ends, and per module are one unit.
-
-[Note: Budget]  Where weights are resharded after forward, the gathered ones belong at any time to
-the unit that runs and to *one* other, the next in the trace, kept or gathered ahead. No count is
-kept to get this: a weight is launched only from the unit before it, and never past a unit that was
-kept, because a joined lifetime is not launched anew. Per module this holds but for weights that are
-read again in the same span: a recomputed block is then there as a whole, and one weight ahead of
-it. Nothing is left after the last action, since the optimizer is about to change every weight.
-
-[Note: Launches]  Gathers are launched after the wait for the site's own weight, so that they do not
-share the wire with what is needed now, and in the order in which they are read: the wire is first
-in, first out, so a wait for the second gather is a wait for the first as well.
-  * START, as soon as the optimizer has published the weights: the first two units.
-  * Per layer, going forward or recomputing: the whole next span, before the launch point.
-  * Per layer, in a backward without recompute: a rolling window, one weight of the next span at
-    each use, so that no more than one block and one weight are there for it.
-  * Per module: at each use the next weight, or those that are read together next.
+A weight is gathered once for all its reads in a span; gathered weights belong to at most two
+blocks (or modules) at a time; gathers start in the order of reads. See [Note: Lifetimes],
+[Note: Budget] and [Note: Launches] in docs/design/notes/weights.md.
 """
 
 from __future__ import annotations
@@ -58,13 +34,13 @@ class WeightOpKind(StrEnum):
 
 
 class WeightOp(NamedTuple):
-    """One operation on one weight."""
+    """A gather, wait or free of one weight in a prefetch plan."""
 
     kind: WeightOpKind
     weight: str
     bias: str | None = None
-    """The bias gathered with the weight: of the first layer that reads the weight and has a bias,
-    if a forward reads it before the free."""
+    """Name of the bias that is gathered with the weight: the bias of the first layer that has one
+    and reads the weight. None if no forward reads a bias before the free."""
 
     @property
     def parameters(self) -> tuple[str, ...]:
@@ -73,28 +49,31 @@ class WeightOp(NamedTuple):
 
 
 class PlanEntry(NamedTuple):
-    """One site of one micro-batch, with the operations before and after the use."""
+    """A use in one phase of one micro-batch, with the operations before and after it."""
 
     site: Site
     micro_batch: int
     before: tuple[WeightOp, ...]
+    """A gather and wait for the use's own weight, then gathers for later uses."""
     after: tuple[WeightOp, ...]
+    """Frees."""
 
 
 class PrefetchPlan(NamedTuple):
     """All weight operations of one training step."""
 
     start: tuple[WeightOp, ...]
-    """Operations to run as soon as the optimizer has published the weights."""
+    """Gathers to launch as soon as the optimizer has published the weights."""
     entries: tuple[PlanEntry, ...]
+    """All uses of the step, in the order in which they run."""
 
 
 @lru_cache(maxsize=8)
 def plan(chunks: Chunks, actions: tuple[Action, ...], prefetch: Prefetch) -> PrefetchPlan:
-    """Plan a step in which this pipeline stage runs `actions` on its model `chunks`.
+    """Return the plan of a step in which this pipeline stage runs `actions` on its model `chunks`.
 
-    A block without the launch point launches the next block's gathers before its first use.
-    Lifetimes do not depend on overlap, so the number of gathers is the same with and without.
+    A block without the launch point of `prefetch` launches the next block's gathers before its
+    first use. With and without overlap, each weight is gathered equally often.
     """
     spans = step_spans(chunks, actions)
     reads, units = _reads(spans, chunks)
@@ -107,22 +86,22 @@ def plan(chunks: Chunks, actions: tuple[Action, ...], prefetch: Prefetch) -> Pre
 
 
 class PlanCursor:
-    """A position in a plan, moved by the uses that layers report."""
+    """A position in a prefetch plan; it moves forward with each use that a layer reports."""
 
     def __init__(
         self, entries: Sequence[PlanEntry], expected: Sequence[tuple[Hashable, Phase]]
     ) -> None:
-        """`expected`: for each entry, the key and the phase with which its use calls `arrive`."""
+        """Start at the first entry; `expected` are the arguments of `arrive` for each entry."""
         self._entries, self._expected = entries, expected
         self.position = 0
-        """Index of the next entry that no use has reached."""
+        """Index of the next entry; uses have reached or skipped all entries before it."""
 
     def arrive(self, key: Hashable, phase: Phase) -> int | None:
-        """Move past the entry of a use and return its index, or None if it is not planned.
+        """Move past the entry of a use and return its index; None if no entry is found for it.
 
-        The entries from the position before up to this index were skipped. Searches the rest of the
-        current action and the first block of the next one only. An equal key further ahead belongs
-        to a later use of the same layer.
+        Entries between the old position and this index are skipped. Only the rest of the current
+        action and the first block of the next action are searched: further ahead, an entry with
+        this key belongs to a later use of the same layer, and the reported use is not planned.
         """
         entries, expected, start = self._entries, self._expected, self.position
         wanted = key, phase
@@ -146,6 +125,7 @@ class PlanCursor:
 
 
 def _action(entry: PlanEntry) -> tuple[int, int, bool]:
+    """Return a key of the entry's action: micro-batch, chunk, and True for a forward."""
     return entry.micro_batch, entry.site.chunk, entry.site.phase is Phase.FORWARD
 
 
@@ -158,39 +138,44 @@ class _Read(NamedTuple):
     entry: int
     weight: str
     bias: str | None
-    """The bias read with it, in a forward of the first layer with a bias that reads the weight."""
+    """The bias that is read with the weight; see `WeightOp.bias`."""
     together: int
-    """Index of the last read until which the weight stays gathered, as weights read together do."""
+    """Index of the read up to which the weight stays gathered, because it is read together with
+    the weights of the reads in between."""
 
 
 class _Unit(NamedTuple):
-    """A span that reads weights: `reads[begin:end]`."""
+    """A span that reads weights: the reads with indices `begin` to `end`, without `end`."""
 
     span: Span
     first_entry: int
     begin: int
     end: int
     extent: dict[str, tuple[int, int]]
-    """First and last read for which each weight is gathered, as indices into `reads`, in order of
-    first read."""
+    """For each weight, the indices of the first and last read in the span for which it is gathered;
+    in the order of first reads."""
 
 
 @dataclass(slots=True)
 class _Lifetime:
-    """A lifetime [Note: Lifetimes]: entries of its first and last read, and of its launch.
+    """The time from a gather of a weight to its free, as indices of entries.
 
-    `launched` None: the gather is launched at `first`, where it is waited for.
+    See [Note: Lifetimes] in docs/design/notes/weights.md.
     """
 
     weight: str
     first: int
+    """Entry of the first read, where the weight is waited for."""
     last: int
+    """Entry of the last read, after which the weight is freed."""
     launched: int | None = None
+    """Entry at which the gather is launched; None: at `first`, without overlap."""
     bias: str | None = None
+    """The bias gathered with the weight; None: no forward of this time reads one."""
 
 
 def _reads(spans: Iterable[Span], chunks: Chunks) -> tuple[list[_Read], list[_Unit]]:
-    """Return all reads of the trace, and the spans that have any."""
+    """Return all reads of weights in a step, and the spans that have any."""
     biases: dict[str, str] = {}
     for use in (use for chunk in chunks for block in chunk for use in block.uses):
         if use.weight is not None and use.bias is not None:
@@ -201,6 +186,7 @@ def _reads(spans: Iterable[Span], chunks: Chunks) -> tuple[list[_Read], list[_Un
     for span in spans:
         begin = len(reads)
         extent: dict[str, tuple[int, int]] = {}
+        # Reads before each offset: maps an offset in the span to an index into `reads`.
         counted = list(accumulate((w is not None for w in span.reads), initial=begin))
         for offset, weight in enumerate(span.reads):
             if weight is not None:
@@ -208,7 +194,8 @@ def _reads(spans: Iterable[Span], chunks: Chunks) -> tuple[list[_Read], list[_Un
                 extent[weight] = (extent.get(weight, (len(reads),))[0], together)
                 site, bias = span.sites[offset], biases.get(weight)
                 use = chunks[site.chunk][site.block].uses[site.use]
-                # Backward reads no bias, unless it computes a forward itself.
+                # Backward reads no bias, except where it computes a forward itself: a use that a
+                # recompute does not pass.
                 forward = site.phase is not Phase.BACKWARD or not use.in_recompute
                 bias = bias if forward and use.bias == bias else None
                 reads.append(_Read(entry + offset, weight, bias, together))
@@ -219,7 +206,7 @@ def _reads(spans: Iterable[Span], chunks: Chunks) -> tuple[list[_Read], list[_Un
 
 
 def _lifetimes(reads: list[_Read], units: list[_Unit], prefetch: Prefetch) -> dict[int, _Lifetime]:
-    """Return the lifetimes by index of first read, in its order [Note: Lifetimes]."""
+    """Return the lifetimes by the index of their first read, in that order [Note: Lifetimes]."""
     per_layer, freed = prefetch.unit is OverlapUnit.LAYER, prefetch.reshard_after_forward
     blocks, modules = (u.span.unit for u in units), (read.weight for read in reads)
     runs = _runs(blocks if per_layer else modules)
@@ -227,9 +214,11 @@ def _lifetimes(reads: list[_Read], units: list[_Unit], prefetch: Prefetch) -> di
     latest: dict[str, tuple[_Lifetime, int]] = {}  # with the index in `runs` after its last read
     for number, u in enumerate(units):
         for weight, (first, last) in u.extent.items():
+            # Places in `runs`: of units per layer, of reads per module.
             here, after = (number, number + 1) if per_layer else (first, last + 1)
             lifetime, since = latest.get(weight, (None, 0))
-            several = since < here and runs[since] != runs[here - 1]  # units between
+            # A weight is kept over one other unit, and gathered again after two or more.
+            several = since < here and runs[since] != runs[here - 1]
             if lifetime is None or (freed and several):
                 lifetime = lifetimes[first] = _Lifetime(
                     weight, reads[first].entry, reads[last].entry
@@ -242,7 +231,7 @@ def _lifetimes(reads: list[_Read], units: list[_Unit], prefetch: Prefetch) -> di
 
 
 def _runs(keys: Iterable[object]) -> list[int]:
-    """Return, for each key, the number of its run of equal neighbors."""
+    """Return, for each key, the index of its group of equal neighbors: a a b a -> 0 0 1 2."""
     return [number for number, (_, run) in enumerate(groupby(keys)) for _ in run]
 
 
@@ -253,24 +242,28 @@ def _launch_per_layer(
     chunks: Chunks,
     launch: LaunchPoint,
 ) -> None:
-    """Set where each lifetime is launched, per layer [Note: Launches]."""
-    fresh = [
+    """Set the entry at which each gather is launched, for prefetch per layer [Note: Launches]."""
+    fresh = [  # the lifetimes that begin in each unit
         [lifetimes[first] for first, _ in u.extent.values() if first in lifetimes] for u in units
     ]
     for lifetime in chain(*fresh[:2]):
         lifetime.launched = _START
+    # From the second on, each unit launches the gathers of the unit after it.
     for u, ahead in zip(units[1:], fresh[2:], strict=False):
         if u.span.sites[0].phase is Phase.BACKWARD:
             entries = [read.entry for read in reads[u.begin : u.end]]
         else:
             entries = [u.first_entry + _launch_offset(u.span, chunks, launch)]
-        # More lifetimes than entries: the rest is launched at the last one.
+        # More lifetimes than entries: the remaining gathers are launched at the last entry.
         for lifetime, entry in zip(ahead, chain(entries, repeat(entries[-1])), strict=False):
             lifetime.launched = entry
 
 
 def _launch_offset(span: Span, chunks: Chunks, launch: LaunchPoint) -> int:
-    """Return the offset of the launch point in a forward or recompute, or of its substitute."""
+    """Return the offset in a forward or recompute at which the next span's gathers are launched.
+
+    The offset of the launch point, or of the next use that is passed if the span leaves it out.
+    """
     uses = chunks[span.action.chunk][span.block].uses
     point = next((v for v, use in enumerate(uses) if use.launch_point is launch), 0)
     going_forward = [i for i, site in enumerate(span.sites) if site.phase is not Phase.BACKWARD]
@@ -281,7 +274,7 @@ def _launch_offset(span: Span, chunks: Chunks, launch: LaunchPoint) -> int:
 def _launch_per_module(
     reads: list[_Read], units: list[_Unit], lifetimes: dict[int, _Lifetime]
 ) -> None:
-    """Set where each lifetime is launched, per module [Note: Launches]."""
+    """Set the entry at which each gather is launched, for prefetch per module [Note: Launches]."""
     for lifetime in islice(lifetimes.values(), 2):
         lifetime.launched = _START
     others = _next_others(reads)
@@ -289,12 +282,12 @@ def _launch_per_module(
         first_reads = iter([first for first, _ in u.extent.values()] + [u.end])
         ahead = next(first_reads)
         for r in range(u.begin, u.end):
-            while ahead <= r:
+            while ahead <= r:  # the next read of a weight that this span has not read before
                 ahead = next(first_reads)
             if r == u.end - 1:
                 ahead = others[r]
             elif ahead == u.end < len(reads) and reads[ahead].weight in u.extent:
-                continue  # this span may yet read it, or keep it: only its last read knows
+                continue  # this span has the weight, and may keep it: decided at its last read
             together = range(ahead, reads[ahead].together + 1) if ahead < len(reads) else ()
             for launched in filter(None, map(lifetimes.get, together)):
                 if launched.launched is None:
@@ -302,7 +295,7 @@ def _launch_per_module(
 
 
 def _next_others(reads: list[_Read]) -> list[int]:
-    """Return, for each read, the index of the next one of another weight, or `len(reads)`."""
+    """Return, for each read, the index of the next read of another weight, or `len(reads)`."""
     others = [len(reads)] * len(reads)
     for r in reversed(range(len(reads) - 1)):
         others[r] = others[r + 1] if reads[r].weight == reads[r + 1].weight else r + 1
@@ -310,7 +303,10 @@ def _next_others(reads: list[_Read]) -> list[int]:
 
 
 def _place(spans: Iterable[Span], lifetimes: Iterable[_Lifetime]) -> PrefetchPlan:
-    """Make the entries: the operations of each lifetime at its sites, waits before launches."""
+    """Return the plan with the operations of each lifetime at its entries.
+
+    At each entry, the wait for its own weight comes before the launches of later gathers.
+    """
     before: defaultdict[int, list[WeightOp]] = defaultdict(list)
     after: defaultdict[int, list[WeightOp]] = defaultdict(list)
     for life in lifetimes:

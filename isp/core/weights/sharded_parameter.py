@@ -17,25 +17,25 @@ __all__ = ["ShardedParameter", "by_whole"]
 
 @dataclass(frozen=True, eq=False)
 class ShardedParameter:
-    """This rank's shard of a parameter; one, even if several modules share the parameter."""
+    """This rank's shard of a parameter; one object, even if several modules share the parameter."""
 
     name: str
-    """Name in the whole model."""
+    """Qualified name of the parameter in the whole model."""
     parameter: nn.Parameter
     layout: ParameterLayout
     whole: ShardedParameter | None = None
-    """The fused parameter whose rows contain this one's and which is gathered in its place; None:
-    it is gathered alone."""
+    """The fused parameter that contains the rows of this one and is gathered in its place; None:
+    this parameter is gathered alone."""
 
     @cached_property
     def buffer_shape(self) -> tuple[int, ...]:
-        """Shape of all pieces, padded and concatenated, as collectives move them."""
+        """Shape of the pieces of all ranks, padded to equal sizes and concatenated on dim 0."""
         length, *rest = self.layout.piece_shape
         return self.layout.parts * length, *rest
 
     @cached_property
     def tag(self) -> Tag:
-        """Tag of its gathers."""
+        """Tag of the gathers of this parameter."""
         layer, _, local = self.name.rpartition(".")
         return Tag(Purpose.WEIGHT, layer, local)
 
@@ -44,14 +44,17 @@ class ShardedParameter:
         """Tag of the reductions of its gradient."""
         return Tag(Purpose.WEIGHT_GRADIENT, self.tag.layer, f"{self.tag.tensor}.grad")
 
-    def as_it_travels(self, x: Tensor, length: int) -> Tensor:
-        """Return a shard, or a full tensor, as it is sent: `length` rows [Note: Pieces]."""
+    def to_send(self, x: Tensor, length: int) -> Tensor:
+        """Return a shard or a full tensor x as collectives send it: cut dim first, `length` rows.
+
+        See [Note: Pieces] in docs/design/notes/weights.md.
+        """
         if self.layout.is_cut_in_place:
             return x.contiguous()
         return pad_rows(x.movedim(self.layout.dim, 0), length)
 
     def without_padding(self, piece: Tensor) -> Tensor:
-        """Return the shard of a piece as a reduction delivers it: without padding, as a view."""
+        """Return the shard in a piece that a reduction has delivered: a view without padding."""
         layout = self.layout
         if layout.is_cut_in_place:
             return piece
@@ -61,7 +64,7 @@ class ShardedParameter:
 def by_whole(
     parameters: Iterable[ShardedParameter],
 ) -> dict[ShardedParameter, list[ShardedParameter]]:
-    """Group parameters by what is gathered, in the order of rows."""
+    """Group parameters by the parameter that is gathered, each group in the order of rows."""
     found: dict[ShardedParameter, list[ShardedParameter]] = {}
     for item in parameters:
         found.setdefault(item.whole or item, []).append(item)

@@ -1,4 +1,4 @@
-"""Replays a plan without torch, and proves that it is right or says where it is not."""
+"""Replays a prefetch plan without torch, and raises at the first entry that is wrong."""
 
 from __future__ import annotations
 
@@ -15,45 +15,48 @@ __all__ = ["Lookahead", "Occupancy", "Simulation", "simulate"]
 
 
 class Occupancy(NamedTuple):
-    """Weights gathered or under way during a use."""
+    """Numbers of weights that are gathered or in flight during a use, counted in three ways."""
 
     blocks: int
-    """A weight counts for the block that runs if that reads it, else for the next that will."""
+    """Number of blocks they belong to: a weight belongs to the running block if this block reads
+    it, else to the next block that will."""
     modules: int
-    """Weights, without those held from one read to another in the same span; those that are read
-    together count as one."""
+    """Number of weights, without a weight that is only kept for a later read in the same span;
+    weights that are read together count as one."""
     weights: int
+    """Number of all weights."""
 
 
 class Lookahead(NamedTuple):
-    """The distance of a weight's request ahead of its first read."""
+    """The distance between the gather of a weight and the wait for it."""
 
     weight: str
     site: Site
-    """Place of the wait."""
+    """The place where the weight is waited for."""
     uses: int
-    """Uses from the gather to the wait; 0 if nothing can hide it."""
+    """Number of uses from the gather to the wait; 0: no compute hides the gather."""
 
 
 class Simulation(NamedTuple):
-    """The result of a correct plan."""
+    """The counts of a plan that passed all checks of `simulate`."""
 
     peak: Occupancy
-    """The largest values of all entries."""
+    """The largest value of each count over all entries."""
     occupancy: tuple[Occupancy, ...]
-    """One for each entry."""
+    """The occupancy at each entry."""
     gathers: Counter[tuple[str, Phase]]
-    """Gathers of each weight, by the phase of the first read that each serves."""
+    """Number of gathers, by weight and by the phase of the first read after the gather."""
     lookaheads: tuple[Lookahead, ...]
-    """One for each gather."""
+    """The lookahead of each gather, in the order of waits."""
 
 
 def simulate(plan: PrefetchPlan, chunks: Chunks, actions: tuple[Action, ...]) -> Simulation:
-    """Replay `plan` against the trace of `actions`.
+    """Replay `plan`, compare it with the uses that `actions` pass, and return its counts.
 
-    Raises AssertionError, naming the place, for an entry that differs from the trace, a read of a
-    weight that is not ready, a gather of a weight gathered or in flight, a wait without a gather or
-    out of order, a free of a weight not ready or never read, and a weight left at the end.
+    Raises AssertionError, which names the place, for: an entry that differs from the uses; a read
+    of a weight that is not ready; a gather of a weight that is gathered or in flight; a wait
+    without a gather or out of order; a free of a weight that is not ready or was never read; a
+    weight that is not freed at the end.
     """
     return _Replay(plan, step_spans(chunks, actions), _groups(chunks)).run()
 
@@ -69,7 +72,7 @@ def _extent(reads: tuple[str | None, ...], until: tuple[int, ...]) -> dict[str, 
 
 
 def _groups(chunks: Chunks) -> dict[str, tuple[int, int, int]]:
-    """Return, for each weight, the first place of the group that is read together with it."""
+    """Return, for each weight, the first place (chunk, block, use) of the weights read with it."""
     found: dict[str, tuple[int, int, int]] = {}
     for c, chunk in enumerate(chunks):
         for b, block in enumerate(chunk):
@@ -80,7 +83,7 @@ def _groups(chunks: Chunks) -> dict[str, tuple[int, int, int]]:
 
 
 class _Replay:
-    """The state of a replay: weights in flight, in order of launch, ready, and unread."""
+    """A replay of a plan, with the state of each weight: in flight, ready, not read yet."""
 
     def __init__(
         self, plan: PrefetchPlan, spans: list[Span], groups: dict[str, tuple[int, int, int]]
@@ -88,10 +91,10 @@ class _Replay:
         self.plan, self.spans, self.groups = plan, spans, groups
         self.step = -1
         self.place: str | PlanEntry = "start"
-        self.flying: deque[str] = deque()
-        self.ready: set[str] = set()
-        self.unread: set[str] = set()
-        self.launched: dict[str, int] = {}
+        self.flying: deque[str] = deque()  # in flight, in order of launch
+        self.ready: set[str] = set()  # waited for
+        self.unread: set[str] = set()  # ready, and not read since
+        self.launched: dict[str, int] = {}  # in flight or ready: the entry of the gather
         self.gathers: Counter[tuple[str, Phase]] = Counter()
         self.lookaheads: list[Lookahead] = []
         self.readers: defaultdict[str, list[int]] = defaultdict(list)
@@ -100,6 +103,7 @@ class _Replay:
                 self.readers[weight].append(number)
 
     def run(self) -> Simulation:
+        """Replay all entries and return the counts."""
         for op in self.plan.start:
             self.do(op, None)
         occupancy = [self.occupancy(-1, 0)]
@@ -117,6 +121,7 @@ class _Replay:
         return Simulation(peak, tuple(occupancy[1:]), self.gathers, tuple(self.lookaheads))
 
     def unshard(self, step: PlanEntry, number: int, offset: int) -> Occupancy:
+        """Replay one entry, the use at `offset` of span `number`; return the occupancy there."""
         span = self.spans[number]
         site, weight = span.sites[offset], span.reads[offset]
         self.place = step
@@ -136,6 +141,7 @@ class _Replay:
         return occupancy
 
     def do(self, op: WeightOp, site: Site | None) -> None:
+        """Replay one operation; `site` is None before the first entry."""
         weight = op.weight
         if op.kind is WeightOpKind.GATHER:
             if weight in self.launched:
@@ -169,6 +175,7 @@ class _Replay:
                 assert span is not None
                 blocks.add(span.unit)
                 first, last = extent[weight]
+                # Between two reads of one span a weight is kept for the second: not one ahead.
                 if first < offset < last and span.reads[offset] != weight:
                     continue
             else:
@@ -177,12 +184,16 @@ class _Replay:
         return Occupancy(len(blocks), len(modules), len(self.launched))
 
     def next_block(self, weight: str, number: int) -> object:
-        """Return the next unit that reads a weight after this span, or the weight if none does."""
+        """Return the next unit after span `number` that reads `weight`.
+
+        If none does, return `weight`, which then counts as a block of its own.
+        """
         readers = self.readers[weight]
         following = bisect_right(readers, number)
         return self.spans[readers[following]].unit if following < len(readers) else weight
 
     def fail(self, message: str) -> NoReturn:
+        """Raise AssertionError with the current place and `message`."""
         place = self.place
         if isinstance(place, PlanEntry):
             place = f"entry {self.step} (micro-batch {place.micro_batch}, {place.site})"

@@ -36,7 +36,7 @@ __all__ = [
 
 
 class ActionKind(StrEnum):
-    """A pipeline stage's work on one micro-batch and one chunk."""
+    """The kinds of work that a pipeline stage does for one micro-batch and one model chunk."""
 
     FORWARD = "F"
     BACKWARD = "B"
@@ -63,33 +63,37 @@ class Use(NamedTuple):
     """Name to print: `wqkv`, `attn`, ..."""
     weight: str | None = None
     """Unique name of the weight that is read here; None for a bare launch point. Several uses may
-    have the same weight: a module called twice, tied weights."""
+    have the same weight: a module that is called twice, or tied weights."""
     launch_point: LaunchPoint | None = None
-    """The configuration's name for this use, where it has one."""
+    """The configuration's name for this use; None: it has none."""
     in_recompute: bool = True
-    """False if a recompute does not pass it: a launch point whose output was kept, so that the
-    parts before and after it are recomputed separately; or a weight that only backward reads
-    again."""
+    """False if a recompute leaves this use out: a launch point whose output was kept, so that the
+    parts before and after it are recomputed separately; or a weight that backward reads, but no
+    recompute."""
     weight_in_backward: bool = True
-    """False if backward does not read the weight: an embedding, an input without gradient."""
+    """False if backward does not read the weight: an embedding, or a linear whose input needs no
+    gradient."""
     bias: str | None = None
-    """Unique name of the bias of the layer that reads the weight."""
+    """Unique name of the bias of the layer that reads the weight; None: the layer has none."""
     passes: int | None = None
-    """Passes over activations before the layer's matmul, for `isp layouts`; None: unknown."""
+    """Number of times that activations are read or written before the layer's matmul, from which
+    `isp layouts` estimates time; None: unknown."""
     with_previous: bool = False
-    """Whether the weight is read together with the weight before it: all of them are gathered from
-    the first of these uses to the end of the last."""
+    """True if the weight is read together with that of the use before: the weights of all such
+    uses are gathered from the first use to the end of the last."""
 
 
 class Block(NamedTuple):
-    """The uses in one forward of a part of the model, which is one unit of gathers per layer."""
+    """A part of the model: the unit that prefetch per layer gathers together."""
 
     name: str
     uses: tuple[Use, ...]
+    """The block's uses in forward order."""
     recomputed: bool = False
+    """True if the block's activations are recomputed in backward."""
     input_kept: bool = True
-    """Whether its input is kept for a recompute; else the blocks before it are recomputed, from the
-    last one whose input was kept."""
+    """True if the block's input is kept for its recompute. Else, backward first recomputes the
+    blocks before it, from the last block whose input was kept."""
 
     @property
     def groups(self) -> tuple[int, ...]:
@@ -107,7 +111,7 @@ Chunks = tuple[tuple[Block, ...], ...]
 
 
 class Site(NamedTuple):
-    """A phase and a place in the model: indices into `Chunks`, its blocks and their uses."""
+    """A use in a phase: the indices of its chunk, of the block in it, and of the use in that."""
 
     phase: Phase
     chunk: int
@@ -116,7 +120,7 @@ class Site(NamedTuple):
 
 
 class Span(NamedTuple):
-    """One block in one action. Recompute and backward are one span: one gather serves both."""
+    """The uses of one block in one action. Recompute and backward are one span, with one gather."""
 
     action: Action
     block: int
@@ -124,7 +128,8 @@ class Span(NamedTuple):
     reads: tuple[str | None, ...]
     """The weight that each site reads, or None."""
     until: tuple[int, ...]
-    """For each site, the last site until which its weight stays gathered with others."""
+    """For each site, the offset of the last site whose weight is read together with its own; its
+    weight stays gathered until then."""
 
     @property
     def unit(self) -> tuple[int, int]:
@@ -133,17 +138,18 @@ class Span(NamedTuple):
 
     @property
     def computes_again(self) -> bool:
-        """Whether the block is recomputed for its output only; its backward comes later."""
+        """True if the span recomputes the block for a later block's input, without a backward."""
         backward = self.action.kind is ActionKind.BACKWARD
         return backward and all(site.phase is Phase.RECOMPUTE for site in self.sites)
 
 
 def recomputed_blocks(num_layers: int, fraction: float) -> tuple[bool, ...]:
-    """Return which layers are recomputed: the first ceil(fraction * num_layers).
+    """Return True for each block that is recomputed: the first ceil(fraction * num_layers).
 
-    The first, because their activations live longest; the last layer would be recomputed when the
-    activations of all others are still in memory. Rounded up, because the fraction is set to make
-    a run fit. It is taken as written (0.07 of 100 layers is 7). Raises ValueError if not in 0..1.
+    The first ones, because their activations live longest; the last block would be recomputed
+    while the activations of all others are still in memory. Rounded up, because the fraction is
+    set to make a run fit. The fraction is taken as written: 0.07 of 100 blocks is 7, though the
+    float is above 0.07. Raises ValueError if it is not in 0..1.
     """
     if not 0 <= fraction <= 1:
         raise ValueError(f"model.checkpoint={fraction} must be between 0 (none) and 1 (all layers)")
@@ -152,10 +158,10 @@ def recomputed_blocks(num_layers: int, fraction: float) -> tuple[bool, ...]:
 
 
 def inputs_kept(recomputed: tuple[bool, ...], segment: int) -> tuple[bool, ...]:
-    """Return which blocks of a chunk keep their input: in each segment, the first block.
+    """Return True for each block of a chunk that keeps its input.
 
-    The recomputed blocks, which come first, are divided into segments of `segment` blocks; the
-    last may be shorter. 0: every block keeps its input.
+    The recomputed blocks, which come first, are divided into segments of `segment` blocks (the
+    last may be shorter), and the first block of a segment keeps its input. 0: every block does.
     """
     return tuple(not (r and segment and b % segment) for b, r in enumerate(recomputed))
 
@@ -169,6 +175,7 @@ def sequential_actions(num_micro_batches: int, *, training: bool = True) -> tupl
 def step_spans(chunks: Chunks, actions: tuple[Action, ...]) -> list[Span]:
     """Return all spans of a step in the order in which they run."""
     _check_actions(chunks, actions)
+    # Made once for each kind and chunk: a step repeats them for all its micro-batches.
     passes = {
         (kind, c): list(_spans(kind, c, chunk))
         for c, chunk in enumerate(chunks)
@@ -178,13 +185,16 @@ def step_spans(chunks: Chunks, actions: tuple[Action, ...]) -> list[Span]:
 
 
 _Pass = tuple[Phase, int, str | None]
-"""A use that is passed, its phase, and the weight that it reads, if any."""
+"""A use in an action: its phase, its index in the block, and the weight that it reads, if any."""
 
 
 def _spans(
     kind: ActionKind, chunk: int, blocks: tuple[Block, ...]
 ) -> Iterator[tuple[int, tuple[Site, ...], tuple[str | None, ...], tuple[int, ...]]]:
-    """Yield the blocks that an action of `kind` passes, in order, each with its span."""
+    """Yield all fields of `Span` but `action`, for each block that an action of `kind` passes.
+
+    A WEIGHT_GRADIENT reads no weights and yields nothing.
+    """
 
     def span(
         index: int, passes: Iterable[_Pass]
@@ -200,6 +210,8 @@ def _spans(
             yield span(index, _forward(block, Phase.FORWARD))
     if kind is ActionKind.BACKWARD:
         for index, block in reversed(list(enumerate(blocks))):
+            # At the last block of a segment, recompute the segment's blocks before it, to get the
+            # inputs of all but the first, whose input was kept.
             ends = index + 1 == len(blocks) or blocks[index + 1].input_kept
             if ends and not block.input_kept:
                 first = max(i for i in range(index) if blocks[i].input_kept)
@@ -209,11 +221,12 @@ def _spans(
 
 
 def _forward(block: Block, phase: Phase) -> Iterator[_Pass]:
+    """Return all uses of a block, in forward order, with `phase`."""
     return ((phase, v, use.weight) for v, use in enumerate(block.uses))
 
 
 def _backward(block: Block) -> Iterator[_Pass]:
-    """Yield the uses of a block's backward and of the recomputes for it.
+    """Yield the uses of a block's backward, in order, and of the recomputes that it contains.
 
     Backward passes no bare launch points, only linears. Each part (`_parts`) is recomputed just
     before its own backward.
@@ -228,11 +241,11 @@ def _backward(block: Block) -> Iterator[_Pass]:
 
 
 def _parts(numbered: list[tuple[int, Use]]) -> list[list[tuple[int, Use]]]:
-    """Split the uses of a recomputed block at outputs that were kept.
+    """Split the uses of a recomputed block at launch points whose outputs were kept.
 
-    Backward recomputes the part after a kept output, goes back through it, and then recomputes the
-    part before. A weight that a recompute does not pass splits nothing: the input of its use is
-    recomputed with the part before.
+    Backward recomputes the part after a kept output, runs that part's backward, and then recomputes
+    the part before it. A use with a weight that no recompute passes splits nothing: the input of
+    that use is recomputed with the part that contains it.
     """
 
     def kept(item: tuple[int, Use]) -> bool:
@@ -242,14 +255,14 @@ def _parts(numbered: list[tuple[int, Use]]) -> list[list[tuple[int, Use]]]:
 
 
 def _check_actions(chunks: Chunks, actions: tuple[Action, ...]) -> None:
-    """Assert that actions are unique and in order.
+    """Assert that no action occurs twice, and that each comes after the action that it needs.
 
-    A backward whose forward is not in the list continues an earlier list.
+    A backward whose forward is not in `actions` is allowed: it continues an earlier plan.
     """
     done, every = set[Action](), frozenset(actions)
     for action in actions:
         assert 0 <= action.chunk < len(chunks), f"{action}: there are {len(chunks)} chunks"
-        assert action not in done, f"{action} stands twice in the order of work"
+        assert action not in done, f"{action} occurs twice in the order of work"
         needed = {
             ActionKind.FORWARD: None,
             ActionKind.BACKWARD: action._replace(kind=ActionKind.FORWARD),

@@ -1,7 +1,7 @@
 """`WPCommunicator`, the interface by which a layer reads its full weight and delivers its gradient.
 
-N tokens, O out features, I in features; dy is [N, O], x [N, I], a full weight or gradient [N, ..]
-of which a rank's shard is [n, ..].
+T tokens, O out features, I in features; dy is [T, O], x [T, I]. A full weight or gradient is
+[N, ..], and a rank's shard of it [n, ..].
 
 Source: InternEvo, `internlm/core/parallel/comm/isp.py`.
 """
@@ -33,37 +33,38 @@ __all__ = [
 
 
 class FullWeights(Protocol):
-    """The full tensors of a layer, as values that may be read until the use ends."""
+    """The full tensors of a layer, which may be read until the context of `unshard` ends."""
 
     @property
     def weight(self) -> Tensor:
-        """[N, ..]; waits for it."""
+        """Wait for the full weight [N, ..] and return it."""
 
     @property
     def bias(self) -> Tensor | None:
-        """[N], if the use was given one; waits for it."""
+        """Wait for the full bias [N] and return it; None if `unshard` was called without one."""
 
 
 class WPCommunicator(ABC):
     """Gathers a layer's weight and takes its gradient.
 
-    A parameter never changes identity: `layer.weight` is always the shard. The full weight is a
-    value:
+    `layer.weight` is always the shard, the same parameter throughout a run. The full weight exists
+    only inside a context:
 
         with communicator.unshard(layer, Phase.FORWARD, layer.weight, layer.bias) as full:
             y = F.linear(x, full.weight, full.bias)
     """
 
     gathers_weights: bool
-    """True if weights are gathered and their gradients reduced."""
+    """True if weights are gathered and their gradients reduced over the weight group."""
     is_recomputing = False
-    """True within `recomputing`, if weights are gathered: forward passes are recomputation."""
+    """True inside `recomputing`, if weights are gathered: a forward is a recomputation."""
     route: WeightGradientRoute | None = None
-    """The function that takes both factors of weight gradients; None: they are multiplied at once.
-    A `DeferredWeightGradients` if a schedule splits the backward."""
+    """A function that takes both factors of each weight gradient, to multiply them later; it is a
+    `DeferredWeightGradients` if a schedule splits the backward. None: they are multiplied at
+    once."""
     product_sink: ProductSink | None = None
-    """The sink that multiplies factors straight into its buffers, for weights that stay on their
-    rank; None: products are made here, and delivered by `grad_hook`."""
+    """A sink that multiplies the factors straight into its buffer, for weights that are not
+    gathered. None: `add_product` multiplies, and delivers by `grad_hook`."""
 
     @property
     def communication_mode(self) -> str:
@@ -82,22 +83,23 @@ class WPCommunicator(ABC):
     def unshard(
         self, module: WeightHolder, phase: Phase, weight: Tensor, bias: Tensor | None = None
     ) -> AbstractContextManager[FullWeights]:
-        """Yield the full tensors of the shards `weight` [n, ..] and `bias` [n], in a context.
+        """Return a context that yields the full tensors of the shards `weight` [n, ..], `bias` [n].
 
-        Enter it when the layer is reached, before work that needs no weight, which then hides the
-        gather. The tensors may be read any number of times.
+        Call this when the layer is reached, before work that needs no weight, which then hides the
+        gather. The tensors may be read any number of times until the context ends.
         """
 
     def pass_by(self, key: Hashable) -> None:  # noqa: B027  # only plans have launch points
-        """Report that a forward has reached the launch point without a weight declared as `key`.
+        """Report that a forward has reached the launch point declared as `key`, e.g. attention.
 
-        Gathers that the plan launches there are launched. Does nothing if weights are not gathered.
+        Launches the gathers that the plan has there. Does nothing if weights are not gathered.
         """
 
     def weight_hook(self, shard: Tensor, *, module: WeightHolder, is_bias: bool = False) -> Tensor:
-        """Return a copy of the full tensor of `shard`, to keep: [n, ..] -> [N, ..].
+        """Return a copy of the full tensor of `shard`: [n, ..] -> [N, ..].
 
-        See `isp.core.internevo`; layers call `unshard`, which does not copy.
+        Not a hook of torch, but a method to call; InternEvo's name. The layers of ISP call
+        `unshard`, which does not copy.
         """
         weight, bias = (module.weight, shard) if is_bias else (shard, None)
         with self.unshard(module, Phase.FORWARD, weight, bias) as full:
@@ -112,14 +114,15 @@ class WPCommunicator(ABC):
         parameter: nn.Parameter | None,
         returned: bool = False,
     ) -> Tensor | None:
-        """Compute and deliver the weight gradient dy^T x of a layer, at once or by the `route`.
+        """Compute the weight gradient dy^T x of a layer and deliver it, at once or by the `route`.
 
-        `parameter` is the one that the layer multiplied by; None if it was given another tensor,
-        whose gradient only autograd can deliver. Returns what autograd has to deliver, or None, as
-        `grad_hook`.
+        `parameter` is the parameter that the layer multiplied by; None: it multiplied by another
+        tensor, whose gradient only autograd can deliver. With `returned`, `torch.autograd.grad`
+        returns the gradient. Returns the gradient that the layer's backward must return, or None
+        if it is delivered in another way.
         """
         dw: Tensor | None = None
-        # What `torch.autograd.grad` returns must exist now.
+        # A gradient that `torch.autograd.grad` returns must exist now: no route, no sink.
         if parameter is not None and not returned:
             if self.route is not None:
                 if (dw := self.route(module, parameter, dy, x)) is None:
@@ -135,9 +138,12 @@ class WPCommunicator(ABC):
     def grad_hook(
         self, grad: Tensor, *, module: WeightHolder, is_bias: bool = False, returned: bool = False
     ) -> Tensor | None:
-        """Sum a full gradient over the weight group; return the shard: [N, ..] -> [n, ..].
+        """Sum a full gradient over the weight group and return this rank's shard.
 
-        Returns None if the communicator delivers it later; with `returned` it never does.
+        [N, ..] -> [n, ..]. Not a hook of torch: a layer calls this in its backward, and its
+        backward returns the result; the name is InternEvo's. Returns None if the communicator adds
+        the shard to the gradient itself when it has arrived. With `returned` it waits, because
+        `torch.autograd.grad` returns the shard.
         """
 
 
@@ -150,30 +156,30 @@ class ShardedLayer(WeightHolder, Protocol):
 WeightGradientRoute: TypeAlias = (
     "Callable[[ShardedLayer, nn.Parameter, OutputGradient, Tensor], Tensor | None]"
 )
-"""A function that takes the factors of a weight gradient: a layer, the parameter that it multiplied
-by, dy and x. It returns dW = dy^T x for its caller to deliver, or None if it delivers dW itself."""
+"""A function of a layer, the parameter that it multiplied by, dy and x, the factors of dW = dy^T x.
+It returns dW, which its caller delivers, or None if it keeps the factors and delivers dW itself."""
 
 
 class WholeWeights(NamedTuple):
-    """Full tensors that need no gather."""
+    """The full tensors of a layer whose weight is not gathered: a `FullWeights`."""
 
     weight: Tensor
     bias: Tensor | None
 
 
 class LocalWeights(WPCommunicator):
-    """Weights used without a gather: in modes that split the computation, too.
+    """The communicator of weights that are not gathered: on one rank, and in mtp, msp and fsp.
 
-    Autograd delivers gradients to `parameter.grad`. With a sink, products dy^T x go straight into
-    the sink's buffers, without a dW in between.
+    Autograd delivers gradients to `parameter.grad`. With a sink, products dy^T x are added straight
+    to the sink's buffers, without a dW in between.
     """
 
     gathers_weights = False
 
     def deliver_to(self, sink: ProductSink | None) -> None:
-        """Add products dy^T x straight into `sink`; None: autograd accumulates them.
+        """Add products dy^T x straight to buffers of `sink`; None: autograd accumulates them.
 
-        It accumulates all other gradients in either case.
+        Autograd accumulates all other gradients in either case.
         """
         self.product_sink = sink
 
@@ -185,16 +191,17 @@ class LocalWeights(WPCommunicator):
     def grad_hook(
         self, grad: Tensor, *, module: WeightHolder, is_bias: bool = False, returned: bool = False
     ) -> Tensor:
+        """Return `grad`, for autograd to deliver: there is no weight group to reduce it over."""
         return grad
 
 
 class DeferredWeightGradients:
-    """The route that keeps both factors and multiplies later, in the order of the backward passes.
+    """Keeps the factors of weight gradients and multiplies them later, in the order of backward.
 
-    `drain` is for the embedding and the head of a pipeline, whose weight gradients fill the
-    cool-down; `take` is for schedules that split the backward. At most `limit` products wait
-    (None: no limit); beyond it, a product is computed at once. Gradients are added to `sink`, by
-    the communicator where they are reduced over the weight group.
+    It is a `WeightGradientRoute`. `drain` is for the embedding and the head of a pipeline, whose
+    weight gradients fill the cool-down; `take` is for schedules that split the backward. At most
+    `limit` products wait (None: no limit); beyond it, a product is computed at once. Gradients are
+    added to `sink`; those that are reduced over the weight group, by the communicator.
     """
 
     def __init__(self, sink: ProductSink, *, limit: int | None = None) -> None:
@@ -212,7 +219,7 @@ class DeferredWeightGradients:
     ) -> Tensor | None:
         if self._limit is not None and len(self._waiting) >= self._limit:
             return weight_gradient(dy, x, dtype=layer.communicator.gradient_dtype(x.dtype))
-        self._sink.promise(weight)  # else the sink reduces its bucket before this product
+        self._sink.promise(weight)  # else the sink would reduce its bucket without this product
         self._waiting.append((layer, weight, dy, x))
         return None
 
@@ -222,7 +229,7 @@ class DeferredWeightGradients:
             self._compute(*self._waiting.popleft())
 
     def take(self) -> Callable[[], None]:
-        """Return a function that computes all products deferred so far, and forget them here."""
+        """Remove all products deferred so far and return a function that computes them."""
         taken = self._waiting
         self._waiting = deque()
 
@@ -242,5 +249,6 @@ class DeferredWeightGradients:
             communicator.grad_hook(dw, module=layer)
         else:
             self._sink.add_product(weight, dy, x)
-        # Kept: the gradient is added, or promised once more for its reduction.
+        # Only now: by now the gradient is added, or `grad_hook` has promised it again for its
+        # reduction. Earlier, the gradient would be final without this product.
         self._sink.withdraw(weight)

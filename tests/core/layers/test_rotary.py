@@ -145,5 +145,5 @@ def test_wrong_head_sizes_are_refused() -> None:
     with pytest.raises(ValueError, match="even head size"):
         RotaryEmbedding(7)
     cos, sin = RotaryEmbedding(8)(_positions())
-    with pytest.raises(ValueError, match="head size of 8; x has head size 16"):
+    with pytest.raises(ValueError, match="head size of 8, but x has head size 16"):
         apply_rotary(torch.randn(2, 9, 1, 16), cos, sin)

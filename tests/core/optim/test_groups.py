@@ -77,7 +77,7 @@ def test_a_group_of_nothing_is_refused() -> None:
     check_groups(names, CONFIG)
     for patterns, fault in (
         (("embeding",), r"param_groups\.0\.pattern='embeding' is in no name"),
-        (("weight", "head"), r"\.1\.pattern='head' is found only in names that groups before it"),
+        (("weight", "head"), r"\.1\.pattern='head' is found only in names that earlier"),
     ):
         groups = tuple(ParamGroupConfig(pattern=pattern) for pattern in patterns)
         with pytest.raises(ValueError, match=fault) as refused:

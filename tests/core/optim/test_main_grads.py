@@ -102,7 +102,7 @@ def test_a_gradient_is_received_where_it_is_summed():
     dy, x = torch.full((1, 1), 2.0), torch.full((1, 1), 3.0)
     gradients.add_product(w, dy, x)  # keeps no promise
     gradients.withdraw(w)
-    with pytest.raises(AssertionError, match="a gradient of p0 is on its way"):
+    with pytest.raises(AssertionError, match="a gradient of p0 is in flight"):
         gradients.grad(w)
     gradients.add(w, place.fill_(1000.0))
     gradients.reduce()
@@ -186,7 +186,7 @@ def test_refuses_what_can_have_no_gradient():
     with pytest.raises(ValueError, match="q is also p0: pass a shared parameter once"):
         MainGradients([shared[0], replace(shared[0], name="q")], SOLO)
     layout = ParameterLayout(global_shape=(4,), reduce_over=Axis.DATA)
-    with pytest.raises(ValueError, match=r"p0 has shape \(3,\), its layout says \(4,\)"):
+    with pytest.raises(ValueError, match=r"p0 has shape \(3,\), but its layout .* \(4,\)"):
         MainGradients([replace(wrong[0], layout=layout)], SOLO)
     with pytest.raises(ValueError, match="bucket_bytes=-1"):
         MainGradients(wrong, SOLO, bucket_bytes=-1)

@@ -54,9 +54,9 @@ def test_the_grid_of_a_small_model() -> None:
 def test_blocks_that_are_alike_are_shown_once() -> None:
     """Catches: a grid of thousands of lines; a line that hides a block which differs."""
     text = shown(decoder(32, 0.5), sequential_actions(1))
-    assert "... layers.2 to layers.30 alike" in text
-    assert "... layers.29 to layers.17 alike" in text  # goes back, not recomputed
-    assert "... layers.13 to layers.1 alike" in text  # goes back, recomputed
+    assert "... layers.2 to layers.30: the same" in text
+    assert "... layers.29 to layers.17: the same" in text  # goes back, not recomputed
+    assert "... layers.13 to layers.1: the same" in text  # goes back, recomputed
     for differs in ("layers.31", "layers.16", "layers.15", "layers.0"):  # on the way back
         assert f" {differs} " in text[text.index("backward") :]
 
@@ -64,7 +64,7 @@ def test_blocks_that_are_alike_are_shown_once() -> None:
 def test_actions_that_are_alike_are_shown_once() -> None:
     """Catches: a grid that repeats itself for each micro-batch; a first or last one hidden."""
     text = shown(decoder(2), sequential_actions(8))
-    assert "... B1 F2 B2 F3 B3 F4 B4 F5 B5 F6 B6 F7 alike" in text
+    assert "... B1 F2 B2 F3 B3 F4 B4 F5 B5 F6 B6 F7: the same" in text
     assert actions_in(text) == ["F0", "B0", "F1", "B7"]
 
 

@@ -93,7 +93,7 @@ def test_the_other_half_of_a_split_backward_visits_no_weight() -> None:
 @pytest.mark.parametrize(
     ("order", "message"),
     [
-        ("F0 F0", "F0 stands twice"),
+        ("F0 F0", "F0 occurs twice"),
         ("B0 F0", "B0 comes before F0"),
         ("F0 W0 B0", "W0 comes before B0"),
         ("F0.1", "there are 1 chunks"),
