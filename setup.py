@@ -22,6 +22,7 @@ def transformers() -> str:
     return f"transformers>={oldest},<{major}.{int(minor) + 1}"
 
 
+DOCS = ["mkdocs-material"]
 DATA = ["pyarrow", "datasets", "fsspec"]
 HF = ["tokenizers", transformers(), "jinja2"]
 REPORT = ["matplotlib"]
@@ -54,7 +55,7 @@ setup(
     ],
     extras_require={
         "data": DATA,
-        "docs": ["mkdocs-material"],
+        "docs": DOCS,
         "flash": ["flash-attn"],
         "hf": HF,
         "peft": ["peft"],
@@ -63,6 +64,7 @@ setup(
         "trainer": TRAINER,
         "dev": [
             *DATA,
+            *DOCS,
             *REPORT,
             *TENSORBOARD,
             *TRAINER,

@@ -1,4 +1,4 @@
-"""Pages of the documentation's site that are no files in docs/: generated, or from the root."""
+"""Pages of the documentation's site that are generated from the code, or are files at the root."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ GENERATED = {
     "reference/commands.md": commands,
     "reference/keys.md": keys,
 }
-"""Pages that are made from the code, and what makes them."""
+"""Pages made from the code, and what makes them; docs/ has stubs, for readers on GitHub."""
 
 
 def on_config(config: Any) -> Any:
@@ -146,12 +146,14 @@ def on_config(config: Any) -> Any:
 
 
 def on_files(files: Any, config: Any) -> Any:
-    """Add the pages that are no files in docs/; mkdocs calls this at each build."""
+    """Add the pages that are made here; mkdocs calls this at each build."""
     from mkdocs.structure.files import File
 
     texts = {to: page(source) for source, to in FROM_ROOT.items()}
     texts |= {name: text_of() for name, text_of in GENERATED.items()}
     for name, text in texts.items():
+        if (stub := files.get_file_from_path(name)) is not None:
+            files.remove(stub)
         files.append(File.generated(config, name, content=text))
     return files
 
