@@ -148,14 +148,11 @@ def reset_peak_memory(device: torch.device) -> None:
         control.write("5")  # Linux: the peak becomes the current resident set
 
 
-def describe_mfu(flop_rule: str, device: str, peak: float | None) -> str:
-    """Return a log line that explains `tflops` and `mfu` on devices called `device`."""
-    rule = f"tflops: model FLOPs of a rank a second ({flop_rule})"
+def describe_mfu(device: str, peak: float | None) -> str:
+    """Return how `mfu` is computed on devices called `device`, whose peak is `peak` TFLOP/s."""
     if peak is None:
-        return (
-            f"{rule}; mfu: left out, as the peak of {device} is not known: set metrics.peak_tflops"
-        )
-    return f"{rule}; mfu: tflops / {peak:g}, the peak of {device} in dense bfloat16"
+        return f"left out: the peak of {device} is not known: set metrics.peak_tflops"
+    return f"tflops / {peak:g}, the peak of {device} in dense bfloat16"
 
 
 def shared_cores(device: torch.device, ranks: int) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Literal, NamedTuple
 
 import torch
@@ -80,7 +81,7 @@ class PlanCase:
             saves_in_background=config.checkpoint.copies_state,
         )
 
-    @property
+    @cached_property
     def language_model(self) -> TracedModel:
         """The traced model that `model` describes."""
         return language_model(self.model, self.dtype)
@@ -132,7 +133,7 @@ class PlanCase:
         """Tokens of a row that a rank holds between the linears."""
         return self.tokens // (self.topology.tensor if self.mode.splits_sequence else 1)
 
-    @property
+    @cached_property
     def most_keys(self) -> int:
         """The tensor rank whose queries see the most keys, and which so takes the most memory."""
         t, windows = self.topology, self.language_model.attention_windows
@@ -155,12 +156,12 @@ class PlanCase:
         """Tokens of the global batch."""
         return self.rows * self.tokens * self.micro_num * self.topology.data
 
-    @property
+    @cached_property
     def order(self) -> PipelineOrder:
         """The stages of each pipeline rank, and the order of their work."""
         return PipelineOrder(self.parallel.pipeline)
 
-    @property
+    @cached_property
     def between_stages(self) -> Transfer:
         """The transfer of a micro-batch to the next stage; its gradient has the same size."""
         hidden = self.language_model.hidden_size

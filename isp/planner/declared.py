@@ -183,6 +183,22 @@ def kind_of(block: Block, shapes: Mapping[str, tuple[int, ...]]) -> BlockKind:
 
 def kinds_of(case: PlanCase, rank: int, blocks: Iterable[Block]) -> dict[str, BlockKind]:
     """Return the kinds of `blocks` of the `rank`-th rank of a pipeline, by block name."""
-    layouts = shape_of(case, rank).layouts.items()
-    shapes = {name: layout.global_shape for name, layout in layouts}
-    return {block.name: kind_of(block, shapes) for block in blocks}
+    split, stay = case.parallel.weight.embed_split_hidden, case.topology.experts_stay
+    known = _kinds(case.model, case.dtype, case.mode, split, case.order, stay, rank)
+    return {block.name: known[block.name] for block in blocks}
+
+
+@lru_cache(maxsize=1024)
+def _kinds(
+    model: ModelConfig,
+    dtype: str,
+    mode: Mode,
+    split: bool,
+    order: PipelineOrder,
+    stay: bool,
+    rank: int,
+) -> dict[str, BlockKind]:
+    """Return the kind of each block on the `rank`-th rank of a pipeline, by block name."""
+    shape = _shapes(model, dtype, mode, split, order, stay)[rank]
+    shapes = {name: layout.global_shape for name, layout in shape.layouts.items()}
+    return {block.name: kind_of(block, shapes) for chunk in shape.chunks for block in chunk}

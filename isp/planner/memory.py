@@ -96,6 +96,23 @@ class Memory:
 
 def states(case: PlanCase, place: Coordinates) -> Memory:
     """Return the bytes of a rank's weights, gradients and optimizer states."""
+    # Layouts that differ only in recomputation or the batch have the same states.
+    parallel = ParallelConfig(weight=case.parallel.weight, pipeline=case.parallel.pipeline)
+    plain = replace(
+        case,
+        model=bare(case.model),
+        parallel=parallel,
+        rows=1,
+        tokens=1,
+        micro_num=1,
+        documents=1,
+    )
+    return _states(plain, place)
+
+
+@lru_cache(maxsize=1024)
+def _states(case: PlanCase, place: Coordinates) -> Memory:
+    """Return `states` of a case whose model, batch and layout have only what decides them."""
     trained, parts = trained_parameters(case, place), case.topology.zero1
     numbers = sum(p.parameter.numel() for p in local_parameters(case, place))
     padded = sum(_padded(case, p) for p in trained)

@@ -12,6 +12,7 @@ from dataclasses import replace
 from functools import cached_property
 
 import torch
+from torch import Tensor
 
 from isp.core.comm.channel import DryChannel, Listener
 from isp.core.comm.tag import Purpose, Tag, Transfer
@@ -59,6 +60,9 @@ class DryRank:
         }
         self.pool = MemoryPool()
         """Pool of the buffers that gradients are reduced into."""
+        # By name, since a step asks for the same parameters in every micro-batch.
+        self._gathered: dict[str, ShardedParameter] = {}
+        self._full: dict[str, Tensor] = {}
 
     def __getitem__(self, axis: Axis) -> DryChannel:
         """Return the channel along `axis`."""
@@ -110,8 +114,11 @@ class DryRank:
 
         A spread expert is gathered within this rank's group only.
         """
-        item = self.parameters[name]
-        return replace(item, layout=item.layout.of_group)
+        found = self._gathered.get(name)
+        if found is None:
+            item = self.parameters[name]
+            found = self._gathered[name] = replace(item, layout=item.layout.of_group)
+        return found
 
     def deliver(self, name: str, *, last: bool) -> None:
         """Take a gradient of parameter `name`, as in backward; `last`: of the step's last pass."""
@@ -127,8 +134,10 @@ class DryRank:
     def _reduce(self, name: str) -> None:
         """Launch the reduction of a parameter's full gradient."""
         sharded = self.travels(name)
-        dtype = sharded.parameter.dtype
-        full = torch.empty(sharded.layout.global_shape, dtype=dtype, device=META)
+        full = self._full.get(name)
+        if full is None:
+            shape, dtype = sharded.layout.global_shape, sharded.parameter.dtype
+            full = self._full[name] = torch.empty(shape, dtype=dtype, device=META)
         self.reducer.add(sharded, full)
 
     def expect_last(self, uses: Mapping[str, int]) -> None:

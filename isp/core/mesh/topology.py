@@ -254,7 +254,7 @@ class Topology:
         return lines
 
     def describe(self) -> str:
-        """Return sizes and groups as text; it is logged before anything runs."""
+        """Return sizes and groups as text, as `isp topology` prints them."""
         shown = [Axis.TENSOR, Axis.DATA, Axis.PIPELINE]
         if self.context > 1:
             shown[1:1] = [Axis.HEAD, Axis.CONTEXT]
