@@ -25,7 +25,7 @@ from isp.cli.failures import report, report_broken_pipe, report_end, report_inte
 from isp.cli.generate_command import add_options as add_generate
 from isp.cli.launch import follow_launcher
 from isp.cli.options import Run, add_nproc
-from isp.cli.output import say
+from isp.cli.output import compute_on_one_thread, say, say_progress
 from isp.cli.plan_command import add_calibrate, add_layouts, add_plan
 from isp.cli.profile_command import add_options as add_profile
 from isp.cli.topology_command import add_options as add_topology
@@ -235,6 +235,7 @@ def _train(args: argparse.Namespace) -> int:
         config = load_config(args.config, [*args.overrides, *chosen])
         args.words = [*without_nproc(args.words, *LAYOUT_OPTIONS), *chosen]
     if args.nproc is not None:  # every error before any process starts
+        compute_on_one_thread()
         from isp.step.host_memory import check_host_memory
         from isp.step.job_models import check_models
         from isp.step.setup import check_devices, check_param_groups
@@ -346,6 +347,8 @@ def _add_prefetch(_: argparse.ArgumentParser) -> Run:
 
 def _prefetch(args: argparse.Namespace) -> int:
     """Print the prefetch plan, and the balance of pipeline stages."""
+    say_progress(f"planning {args.config}: tracing its model")
+    compute_on_one_thread()
     from isp.config import load_config
     from isp.models.rank_plans import schedule_text
     from isp.step.job_models import trained_model

@@ -79,7 +79,7 @@ class _Table:
                         self.homes[use.weight] = Site(Phase.FORWARD, c, b, v)
                         self.sizes[c, b] += 1
         every = [block for chunk in chunks for block in chunk]
-        self.blocks = _short([block.name for block in every], lambda name: name.split(".", 1)[-1])
+        self.blocks = _short([block.name for block in every], _without_root)
         self.uses = {
             block.name: _short(
                 [use.name for use in block.uses], lambda name: name.rsplit(".", 1)[-1]
@@ -132,6 +132,12 @@ class _Table:
             else:
                 words.append(name if len(homes) == 1 else f"all of {name}")
         return ", ".join(words)
+
+
+def _without_root(name: str) -> str:
+    """Return a block's name without the module that all blocks are in: `layers.3`."""
+    rest = name.split(".", 1)[-1]
+    return name if rest.isdecimal() else rest
 
 
 def _short(names: Iterable[str], shorten: Callable[[str], str]) -> dict[str, str]:
