@@ -231,8 +231,8 @@ def _rehearsed(
         layers.communicator.route = products
     recorder.know((*weights, *products.main_gradients, ids))
     with Products(recorder):
-        # The first forward of a module that learns its sizes keeps more than later ones: run it
-        # once without recording.
+        # The first forward of such a model finds out what later ones need not keep, and keeps more
+        # than they do: run it once, and discard its record.
         if whole.learns:
             _forward(whole, ids, _ends_of(tokens, part.documents))
             recorder.forget()
