@@ -88,7 +88,7 @@ class Clock:
     def launch(
         self, key: Hashable, wire: str, seconds: float, *, after: Hashable | None = None
     ) -> None:
-        """Queue a transfer on its wire; it starts after the transfer `after`, if given, has arrived."""
+        """Queue a transfer on its wire; it starts once the transfer `after` has arrived."""
         start = max(self.now, self._wires.get(wire, 0.0), self._arrivals.get(after, 0.0))
         self._wires[wire] = self._arrivals[key] = start + seconds
         self.busy += seconds
