@@ -1,4 +1,4 @@
-"""Measures this machine (compute, memory copies, links) and describes it as a fabric.
+"""Measurement of this machine (compute, memory copies, links), described as a fabric.
 
 All ranks measure at the same time, as in a run, and the slowest one counts. A transfer of n bytes
 takes latency + n / bandwidth, fitted to sizes from 4 KiB to 16 MiB with the least relative errors.
@@ -33,7 +33,7 @@ TRANSFERS = tuple(4096 * 4**i for i in range(7))
 
 
 class Line(NamedTuple):
-    """The time of a transfer: latency + bytes / bytes_per_second."""
+    """Line that gives the seconds of a transfer: latency + bytes / bytes_per_second."""
 
     latency_seconds: float
     bytes_per_second: float
@@ -107,7 +107,7 @@ def _device(world: Channel, device: torch.device, quick: bool) -> DeviceSpec:
         name=device_name(device),
         kind="cuda" if on_gpu else "cpu",
         memory_gib=round(_memory_bytes(device) / 2**30, 2),
-        # `tflops` are those of a large product already, so products reach all of it.
+        # `tflops` was measured on a large product, not taken from a data sheet: efficiency is 1.
         tflops=_digits(narrow),
         wide_tflops=_digits(wide),
         efficiency=1.0,
@@ -213,5 +213,5 @@ def _slowest(channel: Channel, value: float, *, largest: bool = False) -> float:
 
 
 def _digits(value: float) -> float:
-    """Round to three significant digits; the rest is noise."""
+    """Return `value` rounded to three significant digits; the rest is noise."""
     return float(f"{value:.3g}")

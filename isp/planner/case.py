@@ -168,7 +168,7 @@ class PlanCase:
         sent = self.rows * self.tokens_between * hidden * self.item_bytes
         return Transfer("send", Axis.PIPELINE.value, Tag(Purpose.STAGE_ACTIVATION), sent)
 
-    def neighbours(self, rank: int) -> list[tuple[bool, bool]]:
+    def neighbors(self, rank: int) -> list[tuple[bool, bool]]:
         """Return for each chunk of a pipeline rank two flags: previous, next stage is elsewhere.
 
         A V schedule has consecutive stages on one rank, which send nothing to each other.

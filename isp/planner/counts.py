@@ -61,7 +61,7 @@ def traffic(case: PlanCase, rank: int) -> Traffic:
     send = case.between_stages
     # To each neighbor stage goes an activation or its gradient, and the other one comes back.
     for hop in (send, send._replace(kind="recv", sent_bytes=0)):
-        found[hop] += case.micro_num * sum(map(sum, case.neighbours(place.stage)))
+        found[hop] += case.micro_num * sum(map(sum, case.neighbors(place.stage)))
     found.update(_once_a_step(case, rank))
     by_channel: dict[tuple[str, str], Count] = {}
     by_purpose: dict[Purpose, Count] = {}

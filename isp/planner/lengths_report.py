@@ -114,7 +114,7 @@ def _case(plan: MemoryPlan) -> PlanCase:
     return plan.planned.case(plan.planned.config.data.seq_len)
 
 
-# -- pieces of the text ----------------------------------------------------------------------
+# -- parts of the text -----------------------------------------------------------------------
 
 
 def _head(plan: MemoryPlan) -> str:
