@@ -1,4 +1,4 @@
-"""Output of commands: the only function that prints, and the progress of slow commands."""
+"""Output of commands: `say` is the only function that prints; progress of slow commands."""
 
 from __future__ import annotations
 

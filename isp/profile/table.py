@@ -19,12 +19,13 @@ __all__ = [
     "losses",
     "modes",
     "sentence",
+    "unsaid",
     "waits",
 ]
 
 _IN = " " * 4
 EXPLANATION = """\
-comm: at least one transfer under way; exposed: compute waited for one, share: of the step
+comm: at least one transfer in flight; exposed: compute waited for one, share: of the step
 bound: what no order of the transfers could hide = first gather + last reduction + chain (needed at
 once) + excess (longer than the compute they overlap), without waiting for other ranks"""
 
@@ -71,7 +72,7 @@ def sentence(mode: ModeProfile) -> str:
         return f"{mode.mode}: nothing is transferred."
     text = (
         f"{mode.mode}: {s.exposed_share:.0%} of the step is exposed ({s.exposed_ms:.1f} of"
-        f" {s.step_ms:.1f} ms; transfers were under way for {s.comm_ms:.1f} ms)"
+        f" {s.step_ms:.1f} ms; transfers were in flight for {s.comm_ms:.1f} ms)"
     )
     causes = mode.exposed_by_cause
     if not causes:
@@ -147,12 +148,12 @@ def _waits(mode: ModeProfile, at_most: int, said: set[str]) -> str:
     title, *rows = str(waits(mode, at_most)).split("\n")
     lines = [f"{mode.mode}, the worst waits of a step", title]
     for row, wait in zip(rows, mode.waits, strict=False):
-        text = _unsaid(wait.advice, said)
+        text = unsaid(wait.advice, said)
         lines += [row, *textwrap.wrap(text, 112, initial_indent=_IN, subsequent_indent=_IN)]
     return "\n".join(lines)
 
 
-def _unsaid(advice: str, said: set[str]) -> str:
+def unsaid(advice: str, said: set[str]) -> str:
     """Return the part of `advice` that is new, and add its remedy to `said`.
 
     An advice is a remedy, or a fact and a remedy: `it takes 3 ms: 2.0x the tokens would hide it`.
@@ -168,10 +169,12 @@ def _unsaid(advice: str, said: set[str]) -> str:
 
 
 def _where(wait: Wait) -> str:
+    """Return phase and part of the model of a wait."""
     return f"{wait.phase} of {wait.block}" if wait.block else wait.phase
 
 
 def _ms(milliseconds: float) -> str:
+    """Return milliseconds with one decimal, for a cell."""
     return f"{milliseconds:.1f}"
 
 
