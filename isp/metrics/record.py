@@ -67,9 +67,10 @@ class StepRecord:
     skipped: bool = False
 
     def line(self, num_steps: int) -> str:
-        """Return the metrics to watch in a run of `num_steps` as a log line of 120 columns at most.
+        """Return the metrics to watch in a run of `num_steps`, as a log line.
 
-        The other metrics are in `metrics.jsonl` and in trackers.
+        It fits into 120 columns, the word `skipped` excepted. The other metrics are in
+        `metrics.jsonl` and in trackers.
         """
         speed = f"tflops={self.tflops:.3g}" if self.mfu is None else f"mfu={self.mfu:.1%}"
         fields = [
@@ -82,12 +83,12 @@ class StepRecord:
             f"step_ms={self.step_ms:.{0 if self.step_ms >= 100 else 1}f}",
             f"exposed={self.exposed_ms / self.step_ms:.0%}",
             *([] if self.eta_seconds is None else [f"eta={format_duration(self.eta_seconds)}"]),
-            *(["skipped"] if self.skipped else []),
         ]
         rest = " ".join(fields)
         # The number of steps is left out where it does not fit; the time left is there, too.
         own, of_all = f"step={self.step}", f"step={self.step}/{num_steps}"
-        return f"{of_all if len(of_all) + 1 + len(rest) <= _LINE_WIDTH else own} {rest}"
+        begin = of_all if len(of_all) + 1 + len(rest) <= _LINE_WIDTH else own
+        return f"{begin} {rest}{' skipped' if self.skipped else ''}"
 
     def evaluation_line(self) -> str | None:
         """Return the loss on held-out text as a log line, with those of its sources, if known."""
