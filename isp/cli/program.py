@@ -29,6 +29,7 @@ from isp.cli.output import compute_on_one_thread, say, say_progress
 from isp.cli.plan_command import add_calibrate, add_layouts, add_plan
 from isp.cli.profile_command import add_options as add_profile
 from isp.cli.topology_command import add_options as add_topology
+from isp.utils.text import counted
 
 if TYPE_CHECKING:
     from isp.config import JobConfig
@@ -238,6 +239,7 @@ def _train(args: argparse.Namespace) -> int:
         config = load_config(args.config, [*args.overrides, *chosen])
         args.words = [*without_nproc(args.words, *LAYOUT_OPTIONS), *chosen]
     if args.nproc is not None:  # every error before any process starts
+        say_progress(f"checking {args.config} before {counted(ranks, 'rank')} are started")
         compute_on_one_thread()
         from isp.step.host_memory import check_host_memory
         from isp.step.job_models import check_models
@@ -257,6 +259,7 @@ def _train(args: argparse.Namespace) -> int:
     if speaks():
         _note_unused(config)
     if args.nproc is not None:
+        say_progress(f"starting {counted(ranks, 'rank')}")
         code = start_ranks(args.nproc, args.words)
         if code:
             # A rank may have failed after rank 0 marked the run as finished: remove the mark, so

@@ -72,7 +72,7 @@ class StepRecord:
         It fits into 120 columns, the word `skipped` excepted. The other metrics are in
         `metrics.jsonl` and in trackers.
         """
-        speed = f"tflops={self.tflops:.3g}" if self.mfu is None else f"mfu={self.mfu:.1%}"
+        speed = f"tflops={self.tflops:.2f}" if self.mfu is None else f"mfu={self.mfu:.1%}"
         fields = [
             f"loss={self.loss:.4f}",
             f"grad_norm={self.grad_norm:.3g}",
@@ -80,7 +80,7 @@ class StepRecord:
             f"tgs={self.tgs:.0f}",
             speed,
             f"mem={self.mem_gib:.{1 if self.mem_gib >= 10 else 2}f}GiB",
-            f"step_ms={self.step_ms:.{0 if self.step_ms >= 100 else 1}f}",
+            f"step_ms={self.step_ms:.{0 if self.step_ms >= 10 else 1}f}",
             f"exposed={self.exposed_ms / self.step_ms:.0%}",
             *([] if self.eta_seconds is None else [f"eta={format_duration(self.eta_seconds)}"]),
         ]
