@@ -45,6 +45,7 @@ def fit_line(sizes: Sequence[int], seconds: Sequence[float]) -> Line:
     Its latency is never negative, and its bandwidth is finite.
     """
     x, t = np.array(sizes, dtype=float), np.array(seconds, dtype=float)
+    # Weights of 1 / t make errors relative: otherwise the largest transfers alone would decide.
     slope, start = np.polyfit(x, t, 1, w=1 / t)
     if slope <= 0:  # all sizes take the latency: bandwidth is at least the best one seen
         return Line(float(t.min()), float((x / t).max()))
@@ -207,6 +208,7 @@ def _slowest(channel: Channel, value: float, *, largest: bool = False) -> float:
     device = torch.device("cpu")
     if torch.cuda.is_available():
         device = torch.device("cuda", torch.cuda.current_device())
+    # A maximum of negative values is a minimum: channels only know `max`.
     sign = 1 if largest else -1
     own = torch.tensor(sign * value, dtype=torch.float64, device=device)
     return sign * channel.all_reduce(own, op="max").wait().item()

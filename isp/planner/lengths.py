@@ -205,6 +205,8 @@ def _beyond(low: _Tried, high: _Tried) -> int:
     """Return the length at which the line through two fitting lengths exceeds the budget."""
     slope = (high.excess - low.excess) / (high.units - low.units)
     more = int(-high.excess / slope) + 1 if slope > 0 else high.units
+    # At least 1/64 more, so that few steps are needed where the line is too steep; at most 32 times
+    # as much, so that a line that is too flat does not lead to an absurd length.
     return high.units + max(1, high.units // 64, min(more, 31 * high.units))
 
 

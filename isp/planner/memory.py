@@ -141,6 +141,7 @@ def peak(case: PlanCase) -> Memory:
     Only the ranks of `busiest` are compared.
     """
     found = [m for rank in busiest(case) for m in moments(case, rank)]
+    # Device and host memory may be largest on different ranks, and each has a limit of its own.
     return replace(max(found, key=lambda m: m.total), host=max(m.host for m in found))
 
 
@@ -500,6 +501,8 @@ def gather_pool(case: PlanCase, place: Coordinates) -> int:
     names = {name for v in uses for name in (v.weight, v.bias) if name is not None}
     # Weights with the same number of elements share buffers.
     kinds = tuple((name, prod(layouts[name].global_shape)) for name in sorted(names))
+    # The pool allocates a buffer if none of its size is free, and keeps it: after a few
+    # micro-batches the largest number is reached.
     actions = case.order.actions(place.stage, case.few_micro_batches)
     reserved = _reserved(chunks, actions, case.parallel.weight.prefetch, kinds)
     a_name = {kind: name for name, kind in kinds}

@@ -77,6 +77,7 @@ def _one_stage(case: PlanCase, fabric: Fabric) -> tuple[float, float, float, flo
     few = min(case.micro_num, 4)
     walked = walk(case, fabric, 0, few)
     step, exposed = walked.working + walked.tail, walked.waiting
+    # The first micro-batches fill the prefetch and the last one ends it: the third is typical.
     third = [(took, waited) for a, took, waited in walked.actions if a.micro_batch == 2]
     more = case.micro_num - few
     step += more * sum(took for took, _ in third)
@@ -121,6 +122,7 @@ def _pipeline(case: PlanCase, fabric: Fabric) -> tuple[float, float, float, floa
         # The first forward of each stage gathers the weights for the whole step, and the stages do
         # so one after another.
         end += sum(map(_first_beyond_typical, walks))
+    # The slowest rank decides: the bubble is what it waits beyond its own work.
     pairs = list(zip(walks, longer_walks, strict=True))
     work = max(whole(short.working, longer.working) for short, longer in pairs)
     exposed = max(whole(short.waiting, longer.waiting) for short, longer in pairs)

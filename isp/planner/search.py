@@ -194,6 +194,7 @@ def search(
         there = _with_weights_kept(candidate, fabric)
         if budget.fits(there.memory):
             there = replace(there, prediction=predict(there.case, fabric))
+            # Weights that stay gathered take memory, so they have to be clearly faster.
             if there.seconds < STAYS_BELOW * candidate.seconds:
                 kept.append(there)
     # Report a layout that does not fit only for groups without one that fits.

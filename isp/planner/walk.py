@@ -217,6 +217,7 @@ class Walk:
 
     def _fetch(self, action: Action, block: int, size: int) -> None:
         """Launch the transfer of a block's input from the host, once."""
+        # An input is fetched ahead, by the block whose backward runs before: fetch it only once.
         key = action, block
         if key not in self._fetched:
             self._fetched.add(key)
@@ -335,6 +336,7 @@ class Walk:
         def others() -> None:
             self.clock.compute(self.costs.update)
 
+        # The same order as in the runtime: exchanges are launched ahead of the products.
         for number in in_turn(len(buckets), lambda i: buckets[i].launch(), others, multiply):
             buckets[number].finish()
 
@@ -343,6 +345,7 @@ class Walk:
         self.dry.reducer.finish()
         self.dry.gradients.reduce()
         self._update()
+        # Losses of all tokens, computed from parts of the logits, are the same on tensor ranks.
         splits_logits = rehearsal(self.case, self.place).splits_logits
         losses = Axis.DATA if splits_logits else Axis.STAGE
         # The world's sum has the squared norm, and a flag of each trained parameter.

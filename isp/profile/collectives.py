@@ -185,6 +185,7 @@ def _matched(
             sequences[key].setdefault(rank, []).append(number)
     matched: dict[tuple[int, int], list[tuple[int, int]]] = {}
     for by_rank in sequences.values():
+        # The n-th collective of a group is the same one on all of its ranks.
         for together in zip(*by_rank.values(), strict=False):
             members = list(zip(by_rank, together, strict=True))
             if len({_identity(times[r].collectives[n]) for r, n in members}) == 1:
@@ -206,6 +207,7 @@ def _with_others(own: Collective, others: Sequence[Collective]) -> Collective:
     if not others:
         return own
     wait_end = own.wait_ms + own.exposed_ms
+    # Before `ready` this rank's own queue is the reason for the wait, not the other ranks.
     ready = max(own.wait_ms, own.start_ms)
     came = max(c.launch_ms if c.is_between_two else c.start_ms for c in others)
     moving = min(c.end_ms - c.start_ms for c in (own, *others))

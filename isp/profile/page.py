@@ -520,6 +520,7 @@ class _Drawing:
 
     def axis(self, length: float, bottom: float) -> Iterator[str]:
         """Yield a line and a number about every 100 pixels, and the name of the axis."""
+        # The smallest of 1, 2, 5, 10 times a power of ten that is at least 100 pixels wide.
         least = 100 / self._scale
         power = 10.0 ** math.floor(math.log10(least))
         step = next(times * power for times in (1, 2, 5, 10) if times * power >= least)

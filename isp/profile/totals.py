@@ -103,6 +103,7 @@ def _sums(own: Sequence[Collective]) -> KindTotals:
 
 def _unavoidable(collective: Collective) -> float:
     """Return the part of the wait that remains with the earliest possible launch."""
+    # What was sent before the wait was hidden; it cannot be exposed for longer than it was.
     hidden = collective.wait_ms - collective.start_ms
     return max(0.0, min(collective.moving_ms - max(0.0, hidden), collective.exposed_ms))
 
