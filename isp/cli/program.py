@@ -227,6 +227,8 @@ def _train(args: argparse.Namespace) -> int:
         raise ValueError(f"--fabric {args.fabric} is for --parallel auto: give both, or neither")
     least = 1 if args.parallel else config.parallel.least_ranks
     ranks = world_size(args.nproc, least=least)
+    if args.nproc is not None:
+        compute_on_one_thread()  # ranks compute in processes of their own
     if args.parallel:
         # Rank 0 decides for all; its store is kept for the process group of the run.
         from isp.cli.auto_layout import LAYOUT_OPTIONS, choose_layout
@@ -240,7 +242,6 @@ def _train(args: argparse.Namespace) -> int:
         args.words = [*without_nproc(args.words, *LAYOUT_OPTIONS), *chosen]
     if args.nproc is not None:  # every error before any process starts
         say_progress(f"checking {args.config} before {counted(ranks, 'rank')} are started")
-        compute_on_one_thread()
         from isp.step.host_memory import check_host_memory
         from isp.step.job_models import check_models
         from isp.step.setup import check_devices, check_param_groups
