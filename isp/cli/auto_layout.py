@@ -1,7 +1,7 @@
 """`isp train --parallel auto` trains in the layout that `isp layouts` ranks first.
 
-Under torchrun, rank 0 chooses for all ranks: what it reads may differ on other machines, such as
-the file of a fabric, the checkpoint of a restarted run, or the size of the memory.
+Under torchrun, rank 0 chooses for all ranks. Its inputs may differ on other machines: the file of a
+fabric, the checkpoint of a restarted run, or the size of the memory.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from isp.cli.options import check_planned
-from isp.cli.output import say, show_progress
+from isp.cli.output import say, say_progress, show_progress
 from isp.utils.text import counted
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 __all__ = ["LAYOUT_OPTIONS", "choose_layout", "command_line", "layout_words"]
 
 LAYOUT_OPTIONS = ("--parallel", "--fabric")
-"""Options of the launcher only: ranks get the chosen keys instead."""
+"""Options that only the launcher gets; ranks get the chosen keys instead."""
 _CHOSEN = (
     *("parallel.tensor.mode", "parallel.tensor.size"),
     *("parallel.weight.size", "parallel.weight.reshard_after_forward"),
@@ -39,15 +39,15 @@ _CHOSEN = (
 class _Machine(NamedTuple):
     fabric: Fabric
     origin: str
-    """How the machine was found, for the log."""
+    """How the machine's description was found, for the log."""
 
 
 def layout_words(config: JobConfig, chosen: Mapping[str, Any]) -> list[str]:
-    """Return the words that change `config` to the layout of `chosen`, given as plain values."""
+    """Return the words that change `config` to the layout of the plain configuration `chosen`."""
     from isp.config import JobConfig, to_plain
     from isp.config.keys import KeyTable
 
-    # The number of micro-batches follows from a global batch size, so it is not a word of its own.
+    # With a global batch size the number of micro-batches follows, and must not be given, too.
     follows = config.training.global_batch_size is not None and config.data.micro_num is None
     return [
         f"--{key}={value if isinstance(value, str) else json.dumps(value)}"
@@ -104,7 +104,9 @@ def choose_layout(
             note("keys", keys)
             return words
     if there is not None and there_ranks != ranks and not config.training.global_batch_size:
-        rows = saved_sequences(there) or rows  # keep the batch of the run
+        # On another number of ranks, keep the number of sequences of a step.
+        rows = saved_sequences(there) or rows
+    say_progress("choosing a layout: tracing the model")
     machine = _find_machine(config, ranks, fabric)
     machine.fabric.check(ranks)
     found = search(config, ranks, machine.fabric, rows=rows, progress=show_progress)
@@ -134,7 +136,7 @@ def _check(found: Found, fitting: Sequence[Candidate], given: set[str]) -> None:
 
 
 def _reasons(found: Found, fitting: Sequence[Candidate], origin: str) -> dict[str, str]:
-    """Return the lines of the log about the choice, by their titles."""
+    """Return the log lines that explain the choice, by title."""
     from isp.planner.report import size_of, table_of, time_of
 
     best = fitting[0]
@@ -163,7 +165,7 @@ def _reasons(found: Found, fitting: Sequence[Candidate], origin: str) -> dict[st
 
 
 def _find_machine(config: JobConfig, ranks: int, name: str | None) -> _Machine:
-    """Return the given machine, or a description of this one.  Raises ValueError if unknown."""
+    """Return the fabric called `name`, or one for this machine. Raises ValueError if unknown."""
     import torch
 
     from isp.core.comm.pinned_memory import total_bytes

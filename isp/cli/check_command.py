@@ -44,7 +44,7 @@ def add_options(parser: argparse.ArgumentParser) -> Run:
 
 
 def _run(args: argparse.Namespace) -> int:
-    """Run the check, printing a line for each layout; returns 1 if any differs."""
+    """Run the check and print a line for each layout; returns 1 if any layout differs."""
     from tqdm import tqdm
 
     from isp.parity.compare import HEAD, heading, line, summary
@@ -66,7 +66,7 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def _prepare(args: argparse.Namespace) -> tuple[Check, list[Layout]]:
-    """Return the check and its layouts; raises all errors before any process starts."""
+    """Return the check and its layouts. Raises ValueError before any rank is started."""
     import torch
 
     from isp.config import load_config
@@ -77,7 +77,8 @@ def _prepare(args: argparse.Namespace) -> tuple[Check, list[Layout]]:
     from isp.parity.subjects import Subject, num_blocks, read_folder
     from isp.utils.files import download_hint
 
-    torch.set_num_threads(1)  # the ranks share the cores, and the plain model is small
+    # The ranks share the cores, and each model is too small for several threads.
+    torch.set_num_threads(1)
     torch.manual_seed(0)
     path, training = Path(args.config), TrainingConfig()
     folder: Path | None = path

@@ -12,6 +12,7 @@ __all__ = ["add_export", "add_inspect", "add_verify"]
 
 
 def _add_path(parser: argparse.ArgumentParser) -> None:
+    """Add the checkpoint or folder to read."""
     parser.add_argument(
         "path", metavar="PATH", help="a checkpoint, a folder of them, or the folder of a run"
     )
@@ -53,7 +54,7 @@ def add_export(parser: argparse.ArgumentParser) -> Run:
         "--hf", required=True, metavar="FOLDER", help="where to write it: a new or an empty folder"
     )
     choices = ["float32", "float64", "bfloat16", "float16"]
-    help_text = "of the weights (default: training.dtype of the run)"
+    help_text = "dtype of the weights (default: training.dtype of the run)"
     parser.add_argument("--dtype", choices=choices, help=help_text)
     return _run_export
 

@@ -56,7 +56,7 @@ def _add_reading(parser: argparse.ArgumentParser) -> None:
         "--add-bos",
         action=argparse.BooleanOptionalAction,
         default=True,
-        help="begin texts with what the tokenizer begins texts with, as data.add_bos (default)",
+        help="begin texts with the tokens that the tokenizer puts first, as data.add_bos (default)",
     )
     parser.add_argument(
         "--text-key", default="text", help="key of the text in JSON objects and tables"

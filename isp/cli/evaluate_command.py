@@ -133,7 +133,7 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def _checked(lengths: list[int] | None, source: Source) -> list[int]:
-    """Return the requested lengths, or default ones around the training length."""
+    """Return the given lengths or multiples of the training length. Raises ValueError: too long."""
     trained, limit = source.trained_length, source.position_limit
     if lengths is not None:
         if limit is not None and lengths[-1] > limit:
@@ -149,7 +149,7 @@ def _checked(lengths: list[int] | None, source: Source) -> list[int]:
 
 
 def _output(args: argparse.Namespace, path: Path) -> str | None:
-    """Return the folder to write to: the requested one, else that of the run, if it is one."""
+    """Return the folder to write to: --output, or RUN/evaluation if `path` is a run, or None."""
     from isp.train.folder.run_folder import RunFolder
 
     if args.output is None and RunFolder(path).config_file.is_file():

@@ -28,7 +28,9 @@ def draw_evaluation(evaluation: Evaluation, file: Path) -> None:
     heights += [1.6 + 0.45 * len(passkeys.depths)] if passkeys else []
     size = max(7.0, 1.5 + 0.8 * columns), 0.6 + sum(heights)
     figure = Figure(figsize=size, layout="constrained")
-    title = textwrap.fill(shown(evaluation.model), 60).replace("$", r"\$")  # $ would begin math
+    title = textwrap.fill(shown(evaluation.model), 60).replace(
+        "$", r"\$"
+    )  # matplotlib reads $..$ as math
     if trained is not None:
         title += f"\ntrained on sequences of {trained:,} tokens (dashed line)"
     figure.suptitle(title)
@@ -80,7 +82,7 @@ def _draw_passkeys(axes: Axes, passkeys: Passkeys, trained: int | None) -> None:
 
 
 def _name_columns(axes: Axes, names: list[str], label: str) -> None:
-    """Label the columns 0, 1, ..; labels are slanted where they would touch."""
+    """Label the columns 0, 1, ..; long labels are slanted, since they would touch."""
     axes.set_xticks(range(len(names)), names)
     if max(map(len, names), default=0) > 8:
         for text in axes.get_xticklabels():
@@ -89,5 +91,5 @@ def _name_columns(axes: Axes, names: list[str], label: str) -> None:
 
 
 def _mark_trained(axes: Axes, inside: int) -> None:
-    """Draw a line after the first `inside` columns, which begin within the trained length."""
+    """Draw a line after the first `inside` columns, those within the trained length."""
     axes.axvline(inside - 0.5, color="#d55e00", linestyle="--", linewidth=2)

@@ -32,7 +32,7 @@ __all__ = [
 LAUNCHER_REPORTS = "ISP_LAUNCHER_REPORTS"
 """Environment variable of ranks whose failures the launcher shows: the launcher's process id."""
 ENDED_FILE = "ended"
-"""File beside a rank's error file: the signal that stopped its run in order, or 0."""
+"""Name of a file next to a rank's error file: the signal after which its run was saved, or 0."""
 
 
 def report(error: Exception) -> int:
@@ -46,23 +46,24 @@ def report(error: Exception) -> int:
             " `bash tools/setup_env.sh` makes an environment with all of them in .venv,"
             " `pip install -e .` adds them to this one"
         )
-    text = shown(text)  # the error file is printed by torchrun and the launcher
+    # torchrun and the launcher print the error file, so its text must be fit for a terminal.
+    text = shown(text)
     if not _write_error_file(error, text, code) or not _is_reported_by_another(expected):
         say(text, error=True)
     return code
 
 
 def report_broken_pipe(error: BrokenPipeError) -> int:
-    """Return the exit code for a closed stdout, 128 + SIGPIPE, without a message.
+    """Return the exit code for a closed stdout, 128 + SIGPIPE; nothing is printed.
 
-    A rank writes its error file, so that the launcher knows which one ended first.
+    A rank writes its error file, so that the launcher knows which rank ended first.
     """
     _write_error_file(error, "error: stdout was closed by its reader", 141)
     return 141
 
 
 def report_interrupt(error: KeyboardInterrupt) -> int:
-    """Report that SIGINT ended the command at once; returns the exit code of a shell."""
+    """Report that SIGINT ended the command at once, and return 128 + SIGINT, as shells do."""
     text, code = "error: stopped by SIGINT", 128 + signal.SIGINT
     if not _write_error_file(error, text, code) or LAUNCHER_REPORTS not in os.environ:
         say(text, error=True)
@@ -73,8 +74,8 @@ def report_end(stopped_by: int | None) -> int:
     """Return the exit code of a run that finished, or was stopped by signal `stopped_by` and saved.
 
     Outside of torchrun it is 0, or 128 + the signal as in a shell. A rank returns 0 in both cases,
-    since torchrun would take anything else as a failure and restart; our launcher reads the signal
-    from a file instead.
+    since torchrun takes any other code as a failure and restarts; `isp train --nproc` reads the
+    signal from a file instead.
     """
     number = stopped_by or 0
     if not launched():
@@ -86,7 +87,7 @@ def report_end(stopped_by: int | None) -> int:
 
 
 def _is_reported_by_another(expected: bool) -> bool:
-    """Return True if this rank does not report: most user errors are the same on all ranks."""
+    """Return True if the launcher or rank 0 reports: most user errors are on all ranks."""
     rank, _ = rank_and_size()
     return LAUNCHER_REPORTS in os.environ or (expected and rank != 0)
 
@@ -94,9 +95,9 @@ def _is_reported_by_another(expected: bool) -> bool:
 def _is_for_the_user(error: Exception) -> bool:
     """Return True if the message of `error` tells the user what to do.
 
-    By convention this holds for a ValueError or OSError raised by our own code; a ValueError from
-    a library is a bug of ours. It also holds for errors of the operating system about a file or a
-    full disk, and for a package that our own code fails to import.
+    By convention a ValueError or OSError that our own code raises does; a ValueError that a library
+    raises is a bug of ours. Errors of the operating system about a file or a full disk do, too, and
+    a package that our own code fails to import.
     """
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
         return True
@@ -115,10 +116,10 @@ def _is_our_module(name: str) -> bool:
 
 
 def _write_error_file(error: BaseException, text: str, code: int) -> bool:
-    """Write torchelastic's error file with an exit code, without importing torch.
+    """Write torchrun's error file with an exit code, without importing torch.
 
-    Returns True if the file exists now: not without torchrun's request, or if it cannot be written.
-    It never exists in part, even if the rank is killed: a partial file would end torchrun's agent.
+    Returns True if it was written: False if torchrun asks for none, or if writing fails. It is
+    written whole or not at all, even if the rank is killed: a partial file would end torchrun.
     """
     name = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if name is None:
@@ -129,7 +130,7 @@ def _write_error_file(error: BaseException, text: str, code: int) -> bool:
 
 
 def _write_whole(path: Path, text: str) -> bool:
-    """Write a file as a whole or not at all; returns True if it was written."""
+    """Write a file whole or not at all; returns True if it was written."""
     part = path.with_name(f"{path.name}.part")
     try:
         part.write_text(text, encoding="utf-8")

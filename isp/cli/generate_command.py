@@ -124,7 +124,7 @@ def _check(args: argparse.Namespace) -> None:
 class _Streamer:
     """Streamer for `generate` of transformers that prints tokens as text, without the prompt.
 
-    A token that may be part of a character waits for the rest of it.
+    The bytes of a character may be several tokens: it is printed once it is complete.
     """
 
     def __init__(self, tokenizer: Tokenizer, ends: Set[int]) -> None:
@@ -133,22 +133,23 @@ class _Streamer:
         self._begin = self._shown = 0
 
     def put(self, tokens: Tensor) -> None:
-        """Print the text that is certain with these tokens."""
+        """Print the text of the tokens so far, unless its last character is incomplete."""
         if self._tokens is None:  # transformers puts the prompt first
             self._tokens = []
             return
         self._tokens += [token for token in tokens.flatten().tolist() if token not in self._ends]
         if not (new := self._new()).endswith("\ufffd"):
             say(new, end="", generated=True)
-            # Decode with the tokens before: a word's leading space, say, depends on them.
+            # Later text is decoded together with these tokens: whether a word has a leading space,
+            # for instance, depends on them.
             self._begin, self._shown = self._shown, len(self._tokens)
 
     def end(self) -> None:
-        """Print the text that still waits."""
+        """Print the remaining text."""
         say(self._new(), generated=True)
 
     def _new(self) -> str:
-        """Return the text of the tokens that were not shown yet."""
+        """Return the text of the tokens that were not printed yet."""
         before, whole = self._text(self._begin, self._shown), self._text(self._begin, None)
         return whole[len(before) :]
 
@@ -175,7 +176,7 @@ def _by_transformers(
         max_new_tokens=args.max_new_tokens,
         do_sample=args.temperature > 0,
         eos_token_id=sorted(ends),
-        pad_token_id=min(ends),  # unused with one prompt, but transformers warns without it
+        pad_token_id=min(ends),  # one prompt needs no padding, but transformers warns without it
         **(drawn if args.temperature > 0 else {}),
     )
     ids = torch.tensor([prompt], device=model.device)
@@ -206,20 +207,22 @@ def _by_decoder(
 
 
 def _chosen(logits: Tensor, args: argparse.Namespace) -> Tensor:
-    """Return the next token [1, 1] from logits [1, V]; options apply in transformers' order."""
+    """Return the next token [1, 1] of logits [1, V]; options apply in the order of transformers."""
     import torch
 
     if args.temperature == 0:
         return logits.argmax(-1, keepdim=True)
     ordered, order = (logits.double() / args.temperature).sort(-1, descending=True)
     probabilities = ordered[:, : args.top_k or None].softmax(-1)
-    # Keep a token if all more likely ones sum to less than top_p, so the first one always.
+    # A token is kept if all more likely ones sum to less than top_p: the likeliest one always is.
     kept = probabilities.cumsum(-1) - probabilities < args.top_p
     chosen: Tensor = order.gather(-1, torch.multinomial(probabilities * kept, 1))
     return chosen
 
 
 class _Prompts(NamedTuple):
+    """The prompts of a command line, as text and as tokens."""
+
     texts: list[str]
     tokens: list[list[int]]
     turn_end: int | None
@@ -227,7 +230,7 @@ class _Prompts(NamedTuple):
 
 
 def _prompts(args: argparse.Namespace, texts: list[str], source: Source) -> _Prompts:
-    """Return the prompts: texts as they are, and conversations by the chat template."""
+    """Return the prompts: texts unchanged, conversations rendered by the chat template."""
     from isp.data.documents import JsonLine
     from isp.data.turns import read_talk
 
@@ -242,8 +245,8 @@ def _prompts(args: argparse.Namespace, texts: list[str], source: Source) -> _Pro
             turns = [{"role": "user", "content": text}]
             talks = [JsonLine({"messages": turns}, "--prompt", len(text))]
         for talk in talks:
-            turns, beside = read_talk(talk)
-            rendered = template.prompt(turns, talk.where, **beside._asdict())
+            turns, others = read_talk(talk)
+            rendered = template.prompt(turns, talk.where, **others._asdict())
             found.append((rendered, source.encode_chat(rendered)))
     if template is None and args.chat_template is not None:
         raise ValueError("--chat-template needs --chat")
@@ -263,7 +266,7 @@ def _conversations(prompt: str) -> list[JsonLine] | None:
 
 
 def _text_of(prompt: str) -> str:
-    """Return the content of a file, or `prompt` itself if it is not one."""
+    """Return the content of the file `prompt`, or `prompt` if there is no such file."""
     try:
         is_file = Path(prompt).is_file()
     except (OSError, ValueError):  # too long for a file name, or with invalid characters
@@ -277,6 +280,7 @@ def _text_of(prompt: str) -> str:
 
 
 _HEAD_CHARACTERS = 60
+"""Characters of a prompt that are printed before its continuation."""
 
 
 def _print_head(number: int, texts: list[str], text: str) -> None:

@@ -2,13 +2,8 @@
 
 torchrun runs inside this process. It forwards stop signals to the ranks, which finish their step
 and save; if a rank fails, it ends the others. A second stop signal ends torchrun at once. If it
-ends or is killed, its ranks end, too.
-
-[Note: One machine] torchrun's `--standalone` listens on all interfaces, without a password, and
-unpickles what it receives, so anyone who reaches the port can run code. Here torchrun's store stays
-in this process, ranks meet through a file in a folder that only this user can open, and their
-sockets are bound to the loopback interface. The machine's own host name is never resolved, since
-laptops and containers often have no address for it.
+ends or is killed, its ranks end, too. No port is opened that others can reach: [Note: One machine]
+in docs/design/notes/planner.md.
 """
 
 from __future__ import annotations
@@ -47,7 +42,7 @@ __all__ = [
 _SAVE_SECONDS = 1800
 """Time for ranks to finish a step and save after a stop signal, before they are killed."""
 _KNOCK_ON_SECONDS = 10
-"""A rank that vanished within this time after another's error counts as the cause of it."""
+"""A rank that ends without an error within this time after another's error counts as its cause."""
 _ONE_MACHINE = "isp-one-machine"
 """Name under which `launch` registers its rendezvous backend with torchrun."""
 _PR_SET_PDEATHSIG = 1  # of <linux/prctl.h>
@@ -84,14 +79,15 @@ def speaks() -> bool:
 def follow_launcher() -> None:
     """Make this process, if it is a rank, end as soon as its launcher is gone.
 
-    A killed launcher cannot end its ranks, and they are in sessions of their own. On Linux the
-    kernel kills them instead.
+    A killed launcher cannot end its ranks, which are in sessions of their own. On Linux the kernel
+    kills them instead.
     """
     if "TORCHELASTIC_RUN_ID" not in os.environ or sys.platform != "linux":
         return
     launcher = int(os.environ.get(LAUNCHER_REPORTS, os.getppid()))
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != launcher:  # it ended before the call above
+    # The kernel does nothing if the launcher ended before the call above.
+    if os.getppid() != launcher:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -101,10 +97,7 @@ def start_ranks(nproc: int, words: Sequence[str], *more: str) -> int:
 
 
 def without_nproc(words: Sequence[str], *also: str) -> list[str]:
-    """Return the command line of a rank, from that of the launcher.
-
-    Options --nproc and `also` are removed with their values.
-    """
+    """Return the launcher's command line without --nproc, `also` and their values, for ranks."""
     kept, left, options = [], iter(words), ("--nproc", *also)
     for word in left:
         if word in options:
@@ -151,7 +144,7 @@ def launch(nproc: int, command: Sequence[str]) -> int:
             if not signals:
                 say(f"error: stopped by {stop.sigval.name}", error=True)
             elif not any(signals):
-                return 0  # the signal came when the run had finished, or was about to
+                return 0  # all ranks have finished: the signal came at the end of the run
             return 128 + int(stop.sigval)
         stopped_by = max(_signals(folder), default=0)
     return 128 + stopped_by if stopped_by else 0
@@ -194,7 +187,7 @@ def _one_machine(parameters: RendezvousParameters) -> RendezvousHandler:
             return parameters.run_id
 
         def next_rendezvous(self) -> RendezvousInfo:
-            # No port: the ranks meet through RENDEZVOUS_FILE.
+            # There is no port to return: the ranks meet through RENDEZVOUS_FILE.
             return RendezvousInfo(HashStore(), 0, 1, RendezvousStoreInfo("127.0.0.1", 0))
 
         def num_nodes_waiting(self) -> int:
@@ -212,12 +205,12 @@ def _one_machine(parameters: RendezvousParameters) -> RendezvousHandler:
 
 
 def _signals(folder: Path) -> list[int]:
-    """Return the signals that stopped ranks in order, 0 for a finished one (`report_end`)."""
+    """Return for each rank that ended in order the signal that stopped it; 0: it has finished."""
     return [int(path.read_text()) for path in folder.rglob(ENDED_FILE)]
 
 
 def _report_first_failure(failures: Mapping[int, ProcessFailure]) -> int:
-    """Report the failure that came first, and return its exit code."""
+    """Report the first failure, and return its exit code."""
     rank, failure = _find_first_failure(failures)
     say(_describe(rank, failure), error=True)
     if _is_killed_while_ending(failure):
@@ -226,11 +219,11 @@ def _report_first_failure(failures: Mapping[int, ProcessFailure]) -> int:
 
 
 def _find_first_failure(failures: Mapping[int, ProcessFailure]) -> tuple[int, ProcessFailure]:
-    """Return the rank that failed on its own, rather than because another one had."""
+    """Return the rank that failed first, with its failure; others fail because of it."""
     recorded = [rank for rank in failures if os.path.isfile(failures[rank].error_file)]
-    # A rank that fails because another is gone says so in its record. A rank that ended without a
-    # record, except by torchrun's own SIGTERM, went first: out of memory, a crash, a kill by hand,
-    # or an exit in foreign code.
+    # A rank that fails because another is gone has a record of its error. A rank without a record,
+    # unless torchrun ended it by SIGTERM, failed before: it ran out of memory, crashed, was killed
+    # by hand, or exited in the code of a library.
     gone = [
         rank
         for rank, failure in failures.items()
@@ -238,7 +231,7 @@ def _find_first_failure(failures: Mapping[int, ProcessFailure]) -> tuple[int, Pr
     ]
     gone.sort(key=lambda rank: failures[rank].timestamp)
     if recorded:
-        # A rank that vanished long after the first record did not cause it.
+        # A rank that ended long after the first record did not cause it.
         rank = min(recorded, key=lambda r: os.stat(failures[r].error_file).st_mtime_ns)
         latest = failures[rank].timestamp + _KNOCK_ON_SECONDS
         gone = [rank for rank in gone if failures[rank].timestamp <= latest]
@@ -255,6 +248,7 @@ def _describe(rank: int, failure: ProcessFailure) -> str:
         return f"error: rank {rank} was killed by {failure.signal_name()}{hint}"
     if not _recorded(failure):
         return f"error: rank {rank} ended with exit code {failure.exitcode} and gave no reason"
+    # `isp.cli.failures` writes its message there: the field that torchrun prints.
     text: str = _recorded(failure)["py_callstack"]
     return text if text.startswith("error: ") else f"rank {rank} failed:\n{text}"
 

@@ -27,7 +27,7 @@ _LARGEST = 2**20
 
 
 def add_nproc(parser: argparse.ArgumentParser) -> None:
-    """Add `--nproc`."""
+    """Add `--nproc`, the number of ranks to start."""
     parser.add_argument(
         "--nproc",
         type=positive,
@@ -37,7 +37,7 @@ def add_nproc(parser: argparse.ArgumentParser) -> None:
 
 
 def add_reading(parser: argparse.ArgumentParser) -> None:
-    """Add the trained model to read, with its dtype, device and tokenizer."""
+    """Add the path of a trained model, and its dtype, device and tokenizer."""
     parser.add_argument(
         "path",
         metavar="RUN|STEP|HF_FOLDER",
@@ -81,7 +81,7 @@ def check_planned(config: JobConfig) -> None:
 
 
 def add_planning(parser: argparse.ArgumentParser, unit: str) -> None:
-    """Add the machine to plan for, and JSON output in bytes and `unit`."""
+    """Add the machine to plan for, and output as JSON, in bytes and `unit`."""
     parser.add_argument(
         "--fabric",
         default="h100x8_ib400",

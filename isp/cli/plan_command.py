@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import argparse
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from isp.cli.options import Run, add_nproc, add_option, add_planning, check_planned, positive
-from isp.cli.output import say, show_progress
+from isp.cli.output import compute_on_one_thread, say, say_progress, show_progress
+from isp.utils.text import counted
 
 if TYPE_CHECKING:
     from isp.planner.fabric import Fabric
@@ -33,17 +35,20 @@ def add_layouts(parser: argparse.ArgumentParser) -> Run:
 
 def _run_layouts(args: argparse.Namespace) -> int:
     """Print the layouts of a configuration, the fastest first; returns 1 if none fits."""
+    say_progress(f"planning {args.config}: tracing its model", mixes=not args.json)
     from isp.cli.auto_layout import command_line, layout_words
     from isp.config import load_config, to_plain, to_yaml
     from isp.planner import as_json, as_text, load_fabric, search
 
     if args.write is not None and Path(args.write).exists():
         raise ValueError(f"--write {args.write} exists: name another file, or remove it")
+    compute_on_one_thread()
     config = load_config(args.config, args.overrides)
     check_planned(config)
     fabric = load_fabric(args.fabric)
     fabric.check(args.world)
-    found = search(config, args.world, fabric, rows=args.batch, progress=show_progress)
+    progress = partial(show_progress, mixes=not args.json)
+    found = search(config, args.world, fabric, rows=args.batch, progress=progress)
     say((as_json if args.json else as_text)(found, args.top))
     if found.fitting:
         words = layout_words(config, to_plain(found.fitting[0].config))
@@ -72,6 +77,8 @@ def _run_calibrate(args: argparse.Namespace) -> int:
 
     world_size(args.nproc)
     if args.nproc is not None:
+        ranks = counted(args.nproc, "rank")
+        say_progress(f"measuring links, compute and memory on {ranks}: a minute or a few")
         return start_ranks(args.nproc, args.words)
     from isp.planner.calibrate import calibrate
 
@@ -127,12 +134,14 @@ def gib(text: str) -> float:
 
 def _run_plan(args: argparse.Namespace) -> int:
     """Print the memory of a configuration, and with --max-seq-len the longest sequences."""
+    say_progress(f"planning {args.config}: tracing its model", mixes=not args.json)
     from isp.config import load_config
     from isp.planner import load_fabric
     from isp.planner.exchange import choose_exchange
-    from isp.planner.lengths import Budget, Planned, climb
+    from isp.planner.lengths import Budget, LadderStep, Planned, climb
     from isp.planner.lengths_report import MemoryPlan, lengths_as_json, lengths_as_text
 
+    compute_on_one_thread()
     config = load_config(args.config, args.overrides)
     check_planned(config)
     world = args.world or config.parallel.least_ranks
@@ -142,16 +151,13 @@ def _run_plan(args: argparse.Namespace) -> int:
     config, exchange = choose_exchange(config, world, budget.device, on_cpu=fabric.on_cpu)
     planned = Planned(config, world, fabric.on_cpu)
     seq_len = config.data.seq_len
-    plan = MemoryPlan(
-        planned,
-        exchange,
-        fabric,
-        budget,
-        planned.peak(seq_len),
-        planned.growth(seq_len),
-        planned.longest(budget) if args.max_seq_len else None,
-        climb(planned, budget, progress=show_progress) if args.max_seq_len else (),
-    )
+    memory, growth = planned.peak(seq_len), planned.growth(seq_len)
+    longest, steps = None, list[LadderStep]()
+    if args.max_seq_len:
+        say_progress("longest sequence of the configuration as it is", mixes=not args.json)
+        longest = planned.longest(budget)
+        steps = climb(planned, budget, progress=partial(show_progress, mixes=not args.json))
+    plan = MemoryPlan(planned, exchange, fabric, budget, memory, growth, longest, steps)
     say(lengths_as_json(plan) if args.json else lengths_as_text(plan))
     return 0 if plan.fits else 1
 

@@ -7,7 +7,8 @@ import shlex
 from typing import TYPE_CHECKING
 
 from isp.cli.options import Run, add_nproc, add_option, not_negative, positive
-from isp.cli.output import say
+from isp.cli.output import compute_on_one_thread, say, say_progress
+from isp.utils.text import counted
 
 if TYPE_CHECKING:
     from isp.core.mesh import Mode
@@ -40,6 +41,9 @@ def add_options(parser: argparse.ArgumentParser) -> Run:
 
 def _run(args: argparse.Namespace) -> int:
     """Profile each mode, and print the table."""
+    if args.nproc is not None:
+        say_progress(f"checking {args.config} before {counted(args.nproc, 'rank')} are started")
+        compute_on_one_thread()  # ranks compute in processes of their own
     from isp.cli.launch import speaks, start_ranks, without_nproc, world_size
     from isp.config import ConfigError, load_config
     from isp.core.mesh.config import Mode
@@ -53,7 +57,6 @@ def _run(args: argparse.Namespace) -> int:
     from isp.train.data import check_data
     from isp.train.folder.run_folder import check_can_create
     from isp.train.profiling.profile_run import ProfileOptions, config_for, profile_ranks
-    from isp.utils.text import counted
 
     modes = []
     for mode in tuple(Mode) if args.modes is None else _modes(args.modes):
@@ -73,10 +76,6 @@ def _run(args: argparse.Namespace) -> int:
         check_data(config)
         check_devices(config, args.nproc)
         check_can_create(config.job)
-        names = ", ".join(modes)
-        say(
-            f"profiling {names} on {counted(ranks, 'rank')}, one mode after the other ...",
-        )
         return start_ranks(ranks, args.words)
     options = ProfileOptions(
         modes=tuple(modes),
@@ -85,7 +84,7 @@ def _run(args: argparse.Namespace) -> int:
         with_torch=not args.no_torch,
         command=shlex.join(["isp", *without_nproc(args.words), f"--nproc={ranks}"]),
     )
-    done = profile_ranks(config, options)
+    done = profile_ranks(config, options, note=say_progress)
     if done is not None:
         profile, folder = done
         written = f"wrote profile.json and trace.json.gz to {folder}"

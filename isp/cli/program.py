@@ -25,10 +25,11 @@ from isp.cli.failures import report, report_broken_pipe, report_end, report_inte
 from isp.cli.generate_command import add_options as add_generate
 from isp.cli.launch import follow_launcher
 from isp.cli.options import Run, add_nproc
-from isp.cli.output import say
+from isp.cli.output import compute_on_one_thread, say, say_progress
 from isp.cli.plan_command import add_calibrate, add_layouts, add_plan
 from isp.cli.profile_command import add_options as add_profile
 from isp.cli.topology_command import add_options as add_topology
+from isp.utils.text import counted
 
 if TYPE_CHECKING:
     from isp.config import JobConfig
@@ -41,7 +42,7 @@ _OVERRIDES_HELP = (
 )
 
 _ASSIGNED = re.compile(r"\+{0,2}(\w[\w.]*=.*)", re.DOTALL)
-"""A key and its value as Hydra spells them on a command line: `key=value`, `+key=value`."""
+"""An override in the syntax of Hydra, `key=value` or `+key=value`, which isp does not accept."""
 
 
 _REMOVED_COMMANDS: Mapping[str, str] = {
@@ -77,10 +78,13 @@ _REMOVED_OPTIONS: Mapping[tuple[str, str], str] = {
 
 
 class _Parser(argparse.ArgumentParser):
-    """Parser that suggests the intended option before argparse lists missing ones."""
+    """Parser that suggests the right name of an unknown option.
+
+    It does so first, since argparse would only report the missing required options.
+    """
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        # Skip this in the main parser: each command's parser checks the command's own options.
+        # The main parser skips this check: the parser of each command knows that command's options.
         if not self._subparsers:
             known = [option[2:] for option in self._option_string_actions if option[:2] == "--"]
             for word in takewhile(lambda word: word != "--", args):
@@ -105,8 +109,8 @@ class _Words(NamedTuple):
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command line; returns 0 if done, 2 for an error of the user, 1 for a bug."""
     follow_launcher()
-    # As `isp.core.comm.cuda.use_more_connections` does, but that comes too late for a command that
-    # starts CUDA before it.
+    # `isp.core.comm.cuda.use_more_connections` sets the same, but too late for commands that
+    # initialize CUDA before they import it.
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
     try:
         words = sys.argv[1:] if argv is None else list(argv)
@@ -208,13 +212,13 @@ def _add_train(parser: argparse.ArgumentParser) -> Run:
     parser.add_argument(
         "--fabric",
         metavar="FILE",
-        help="the machine of --parallel auto, as in isp layouts (default: the one at hand)",
+        help="the machine of --parallel auto, as in isp layouts (default: this machine)",
     )
     return _train
 
 
 def _train(args: argparse.Namespace) -> int:
-    """Train here, or check everything and start ranks that train."""
+    """Train in this process, or check everything and start ranks that train."""
     from isp.cli.launch import speaks, start_ranks, without_nproc, world_size
     from isp.config import load_config
 
@@ -223,6 +227,8 @@ def _train(args: argparse.Namespace) -> int:
         raise ValueError(f"--fabric {args.fabric} is for --parallel auto: give both, or neither")
     least = 1 if args.parallel else config.parallel.least_ranks
     ranks = world_size(args.nproc, least=least)
+    if args.nproc is not None:
+        compute_on_one_thread()  # ranks compute in processes of their own
     if args.parallel:
         # Rank 0 decides for all; its store is kept for the process group of the run.
         from isp.cli.auto_layout import LAYOUT_OPTIONS, choose_layout
@@ -235,6 +241,7 @@ def _train(args: argparse.Namespace) -> int:
         config = load_config(args.config, [*args.overrides, *chosen])
         args.words = [*without_nproc(args.words, *LAYOUT_OPTIONS), *chosen]
     if args.nproc is not None:  # every error before any process starts
+        say_progress(f"checking {args.config} before {counted(ranks, 'rank')} are started")
         from isp.step.host_memory import check_host_memory
         from isp.step.job_models import check_models
         from isp.step.setup import check_devices
@@ -247,16 +254,20 @@ def _train(args: argparse.Namespace) -> int:
         check_devices(config, args.nproc)
         check_host_memory(sized, topology, args.nproc)
         check_data(config)
-        check_start(sized, topology)  # last: a fault of this command comes before an earlier run's
+        # Last: faults of this command are reported before those of an earlier run.
+        check_start(sized, topology)
     if speaks():
         _note_unused(config)
     if args.nproc is not None:
+        say_progress(f"starting {counted(ranks, 'rank')}")
         code = start_ranks(args.nproc, args.words)
         if code:
-            # If a rank failed after the run was marked finished, this command must resume it.
+            # A rank may have failed after rank 0 marked the run as finished: remove the mark, so
+            # that the same command resumes the run.
             from isp.train.state.resume import reopen_finished
 
-            with suppress(OSError, ValueError):  # the folder may be gone: `code` says more
+            # The folder may be gone; the failure is reported by `code`.
+            with suppress(OSError, ValueError):
                 reopen_finished(config.job)
         return code
     from isp.train.run import main as train
@@ -267,7 +278,10 @@ def _train(args: argparse.Namespace) -> int:
 def _choose_exchange(
     config: JobConfig, world_size: int, memory_bytes: int | None, *, on_cpu: bool
 ) -> tuple[JobConfig, str]:
-    """Choose with the planner, which is loaded only here."""
+    """Return `config` with the exchange that the planner chooses, and why: `ChooseExchange`.
+
+    The planner is imported only here: runs without context ranks do not need it.
+    """
     from isp.planner.exchange import choose_exchange
     from isp.planner.fabric import DeviceSpec
 
@@ -345,6 +359,8 @@ def _add_prefetch(_: argparse.ArgumentParser) -> Run:
 
 def _prefetch(args: argparse.Namespace) -> int:
     """Print the prefetch plan, and the balance of pipeline stages."""
+    say_progress(f"planning {args.config}: tracing its model")
+    compute_on_one_thread()
     from isp.config import load_config
     from isp.models.rank_plans import schedule_text
     from isp.step.job_models import trained_model
@@ -376,7 +392,7 @@ class _Command(NamedTuple):
     add: Callable[[argparse.ArgumentParser], Run]
     """Function that adds its options and returns the function that runs it."""
     takes: str = ""
-    """Words that it takes: overrides for `keys`, also CONFIG before them for `file`, else none."""
+    """`keys`: it takes overrides; `file`: CONFIG and overrides; empty: neither."""
 
     def set_up(self, parser: argparse.ArgumentParser) -> None:
         """Add the options and overrides of the command."""

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from isp.cli.options import Run, positive
 from isp.cli.output import say
 
-if TYPE_CHECKING:  # `isp --help` reads this file and waits for no import of the runtime
+if TYPE_CHECKING:  # `isp --help` imports this file, and must not wait for the runtime
     from isp.core.mesh.topology import Topology
 
 __all__ = ["add_options", "describe_cuts"]
@@ -35,7 +35,7 @@ def add_options(parser: argparse.ArgumentParser) -> Run:
     parser.add_argument(
         "--context-first",
         action="store_true",
-        help="make ranks with the same heads neighbours, not ranks with different heads",
+        help="make ranks with the same heads neighbors, not ranks with different heads",
     )
     parser.add_argument(
         "--zero1",
@@ -149,7 +149,7 @@ def describe_cuts(topology: Topology, shape: tuple[int, int]) -> str:
 
 
 def _ranks(holders: Sequence[int]) -> str:
-    """Return the ranks that hold one shard, in words; of more than four, the first 3 and last."""
+    """Return the ranks that hold one shard, in words: of more than four, three and the last."""
     if len(holders) == 1:
         return f"rank {holders[0]}"
     shown = [str(rank) for rank in holders]

@@ -148,17 +148,11 @@ def reset_peak_memory(device: torch.device) -> None:
         control.write("5")  # tells Linux to set VmHWM, the peak, to the current resident set
 
 
-def describe_mfu(flop_rule: str, device: str, peak: float | None) -> str:
-    """Return a log line that says how the metrics `tflops` and `mfu` are computed.
-
-    `flop_rule`: how the model's FLOPs are counted; `peak`: TFLOP/s of `device`, None if unknown.
-    """
-    rule = f"tflops: model FLOPs of a rank a second ({flop_rule})"
+def describe_mfu(device: str, peak: float | None) -> str:
+    """Return how `mfu` is computed on devices called `device`, whose peak is `peak` TFLOP/s."""
     if peak is None:
-        return (
-            f"{rule}; mfu: left out, as the peak of {device} is not known: set metrics.peak_tflops"
-        )
-    return f"{rule}; mfu: tflops / {peak:g}, the peak of {device} in dense bfloat16"
+        return f"left out: the peak of {device} is not known: set metrics.peak_tflops"
+    return f"tflops / {peak:g}, the peak of {device} in dense bfloat16"
 
 
 def shared_cores(device: torch.device, ranks: int) -> str:

@@ -29,6 +29,8 @@ _Number = Annotated[float, _NULL_IS_NAN]
 """Type of a number; null in JSON is NaN."""
 _Sometimes = Annotated[float | None, _NULL_IS_NAN]
 """Type of a number that some records lack: None if the key is absent; null in JSON is NaN."""
+_LINE_WIDTH = 120
+"""Columns of the log line of a step."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,33 +68,36 @@ class StepRecord:
     skipped: bool = False
 
     def line(self, num_steps: int) -> str:
-        """Return the record as a log line; `num_steps`: number of steps in the run."""
-        share = self.exposed_ms / self.step_ms
+        """Return the metrics to watch in a run of `num_steps`, as a log line.
+
+        It fits into 120 columns, the word `skipped` excepted. The other metrics are in
+        `metrics.jsonl` and in trackers.
+        """
+        speed = f"tflops={self.tflops:.2f}" if self.mfu is None else f"mfu={self.mfu:.1%}"
         fields = [
-            f"step: {self.step}/{num_steps}",
-            f"loss: {self.loss:.4f}",
-            f"grad_norm: {self.grad_norm:.3f}",
-            f"lr: {self.lr:.1e}{_listed(self.lrs, '.1e')}",
-            f"tgs: {self.tgs:,.0f}",
-            *([] if self.padding is None else [f"padding: {self.padding:.1%}"]),
-            f"tflops: {self.tflops:.2f}",
-            *([] if self.mfu is None else [f"mfu: {self.mfu:.1%}"]),
-            f"mem: {self.mem_gib:.2f}GiB",
-            f"step_ms: {self.step_ms:.1f}",
-            f"comm_ms: {self.comm_ms:.1f}",
-            f"exposed_ms: {self.exposed_ms:.1f} ({share:.1%})",
-            *(
-                []
-                if self.val_loss is None
-                else [f"val_loss: {self.val_loss:.4f}{_listed(self.val_losses, '.4f')}"]
-            ),
-            *([] if self.loss_scale is None else [f"loss_scale: {self.loss_scale:g}"]),
-            *([] if self.expert_load is None else [f"expert_load: {self.expert_load:.2f}"]),
-            *([f"unused_experts: {self.unused_experts}"] if self.unused_experts else []),
-            *([] if self.eta_seconds is None else [f"eta: {format_duration(self.eta_seconds)}"]),
-            *(["skipped"] if self.skipped else []),
+            f"loss={self.loss:.4f}",
+            f"grad_norm={self.grad_norm:.3g}",
+            f"lr={self.lr:.1e}",
+            f"tgs={self.tgs:.0f}",
+            speed,
+            f"mem={self.mem_gib:.{1 if self.mem_gib >= 10 else 2}f}GiB",
+            f"step_ms={self.step_ms:.{0 if self.step_ms >= 10 else 1}f}",
+            f"exposed={self.exposed_ms / self.step_ms:.0%}",
+            *([] if self.eta_seconds is None else [f"eta={format_duration(self.eta_seconds)}"]),
         ]
-        return "  ".join(fields)
+        rest = " ".join(fields)
+        # The number of steps is left out where it does not fit; the time left is there, too.
+        own, of_all = f"step={self.step}", f"step={self.step}/{num_steps}"
+        begin = of_all if len(of_all) + 1 + len(rest) <= _LINE_WIDTH else own
+        return f"{begin} {rest}{' skipped' if self.skipped else ''}"
+
+    def evaluation_line(self) -> str | None:
+        """Return the loss on held-out text as a log line, with those of its sources, if known."""
+        if self.val_loss is None:
+            return None
+        sources = [f"{name}={loss:.4f}" for name, loss in (self.val_losses or {}).items()]
+        of_sources = f" ({', '.join(sources)})" if sources else ""
+        return f"step={self.step} val_loss={self.val_loss:.4f}{of_sources}"
 
     def values(self) -> dict[str, float]:
         """Return the metrics that are not None, by key, for trackers; without the step.
@@ -124,12 +129,6 @@ class StepRecord:
             return _adapter().validate_json(text)
         except ValidationError as error:
             raise ValueError(first_fault(error)) from error
-
-
-def _listed(numbers: dict[str, float] | None, form: str) -> str:
-    """Return parts of a metric as ` (name 1.0, ..)`, each in format `form`; "" without parts."""
-    parts = [f"{name} {x:{form}}" for name, x in (numbers or {}).items()]
-    return f" ({', '.join(parts)})" if parts else ""
 
 
 @functools.cache

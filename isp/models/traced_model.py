@@ -35,7 +35,6 @@ from isp.models.moe.dispatch import check_spread
 from isp.models.moe.load_balance import ExpertLoad, experts_of
 from isp.models.moe.router_losses import check_router_losses, make_router_losses
 from isp.models.positions import by_document
-from isp.models.roles import ParameterRole
 from isp.models.runtime.blocks import Blocks
 from isp.models.runtime.mixers import TracedMixers, local_of
 from isp.models.runtime.share import check_shares, run_with_a_share
@@ -229,19 +228,6 @@ class TracedModel:
     def checkpoints_frozen(self) -> bool:
         """True if checkpoints contain frozen weights; with adapters, the base model has them."""
         return not hasattr(self.model, "peft_config")
-
-    @property
-    def flop_rule(self) -> str:
-        """The formula by which `flops` counts, in words, for logs."""
-        parameters = "linears"
-        if self.trace.elements(ParameterRole.EXPERT):
-            parameters += " and of the experts that a token goes to"
-        scans = " + 3 x those of convolutions and scans" * any(c.flops for c in self.trace.calls)
-        return (
-            f"6 x parameters of {parameters} x tokens + 6 x (size of keys + of values) x heads x"
-            f" half the square of each document's length{scans}, padding and recomputation not"
-            f" counted"
-        )
 
     def flops(self, document_lengths: Iterable[int]) -> int:
         """Return the FLOPs of forward and backward over documents of these lengths, in tokens.

@@ -1,4 +1,4 @@
-"""Measures this machine (compute, memory copies, links) and describes it as a fabric.
+"""Measurement of this machine (compute, memory copies, links), described as a fabric.
 
 All ranks measure at the same time, as in a run, and the slowest one counts. A transfer of n bytes
 takes latency + n / bandwidth, fitted to sizes from 4 KiB to 16 MiB with the least relative errors.
@@ -33,7 +33,7 @@ TRANSFERS = tuple(4096 * 4**i for i in range(7))
 
 
 class Line(NamedTuple):
-    """The time of a transfer: latency + bytes / bytes_per_second."""
+    """Line that gives the seconds of a transfer: latency + bytes / bytes_per_second."""
 
     latency_seconds: float
     bytes_per_second: float
@@ -45,6 +45,7 @@ def fit_line(sizes: Sequence[int], seconds: Sequence[float]) -> Line:
     Its latency is never negative, and its bandwidth is finite.
     """
     x, t = np.array(sizes, dtype=float), np.array(seconds, dtype=float)
+    # Weights of 1 / t make errors relative: otherwise the largest transfers alone would decide.
     slope, start = np.polyfit(x, t, 1, w=1 / t)
     if slope <= 0:  # all sizes take the latency: bandwidth is at least the best one seen
         return Line(float(t.min()), float((x / t).max()))
@@ -107,7 +108,7 @@ def _device(world: Channel, device: torch.device, quick: bool) -> DeviceSpec:
         name=device_name(device),
         kind="cuda" if on_gpu else "cpu",
         memory_gib=round(_memory_bytes(device) / 2**30, 2),
-        # `tflops` are those of a large product already, so products reach all of it.
+        # `tflops` was measured on a large product, not taken from a data sheet: efficiency is 1.
         tflops=_digits(narrow),
         wide_tflops=_digits(wide),
         efficiency=1.0,
@@ -207,11 +208,12 @@ def _slowest(channel: Channel, value: float, *, largest: bool = False) -> float:
     device = torch.device("cpu")
     if torch.cuda.is_available():
         device = torch.device("cuda", torch.cuda.current_device())
+    # A maximum of negative values is a minimum: channels only know `max`.
     sign = 1 if largest else -1
     own = torch.tensor(sign * value, dtype=torch.float64, device=device)
     return sign * channel.all_reduce(own, op="max").wait().item()
 
 
 def _digits(value: float) -> float:
-    """Round to three significant digits; the rest is noise."""
+    """Return `value` rounded to three significant digits; the rest is noise."""
     return float(f"{value:.3g}")

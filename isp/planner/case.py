@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Literal, NamedTuple
 
 import torch
@@ -26,13 +27,13 @@ _DType = Literal["float64", "float32", "bfloat16", "float16"]
 
 
 class Coordinates(NamedTuple):
-    """Index of a rank along the axes that decide what it does."""
+    """Index of a rank in its tensor, weight, zero1 and pipeline group."""
 
     tensor: int
     weight: int
     zero1: int
     stage: int
-    """Rank in its pipeline; it may have several chunks there."""
+    """Index in its pipeline; with an interleaved schedule a rank has several chunks."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +62,7 @@ class PlanCase:
 
     @classmethod
     def of(cls, config: JobConfig, world_size: int, *, on_cpu: bool = False) -> PlanCase:
-        """Return the case of `config` on `world_size` ranks; each sample is a document.
+        """Return the case of `config` on `world_size` ranks; each sample counts as one document.
 
         Raises ConfigError if the sizes do not fit.
         """
@@ -80,7 +81,7 @@ class PlanCase:
             saves_in_background=config.checkpoint.copies_state,
         )
 
-    @property
+    @cached_property
     def language_model(self) -> TracedModel:
         """The traced model that `model` describes."""
         return language_model(self.model, self.dtype)
@@ -98,7 +99,7 @@ class PlanCase:
 
     @property
     def wide_bytes(self) -> int:
-        """Bytes of an element of main gradients, master weights and losses: at least 4."""
+        """Bytes of an element of main gradients, master weights and losses, in float32 or wider."""
         return max(4, self.item_bytes)
 
     def state_bytes(self, name: str, layout: ParameterLayout) -> int:
@@ -132,9 +133,9 @@ class PlanCase:
         """Tokens of a row that a rank holds between the linears."""
         return self.tokens // (self.topology.tensor if self.mode.splits_sequence else 1)
 
-    @property
+    @cached_property
     def most_keys(self) -> int:
-        """The tensor rank whose queries see the most keys, and which so takes the most memory."""
+        """Index of the tensor rank whose queries see the most keys: it takes the most memory."""
         t, windows = self.topology, self.language_model.attention_windows
         if t.context == 1 or not windows:
             return 0
@@ -155,20 +156,23 @@ class PlanCase:
         """Tokens of the global batch."""
         return self.rows * self.tokens * self.micro_num * self.topology.data
 
-    @property
+    @cached_property
     def order(self) -> PipelineOrder:
         """The stages of each pipeline rank, and the order of their work."""
         return PipelineOrder(self.parallel.pipeline)
 
-    @property
+    @cached_property
     def between_stages(self) -> Transfer:
         """The transfer of a micro-batch to the next stage; its gradient has the same size."""
         hidden = self.language_model.hidden_size
         sent = self.rows * self.tokens_between * hidden * self.item_bytes
         return Transfer("send", Axis.PIPELINE.value, Tag(Purpose.STAGE_ACTIVATION), sent)
 
-    def neighbours(self, rank: int) -> list[tuple[bool, bool]]:
-        """Return, for each chunk of a pipeline rank, if the stages around it are on other ranks."""
+    def neighbors(self, rank: int) -> list[tuple[bool, bool]]:
+        """Return for each chunk of a pipeline rank two flags: previous, next stage is elsewhere.
+
+        A V schedule has consecutive stages on one rank, which send nothing to each other.
+        """
         own, last = self.order.stages_of(rank), self.order.num_stages - 1
         return [
             (stage > 0 and stage - 1 not in own, stage < last and stage + 1 not in own)
@@ -177,7 +181,7 @@ class PlanCase:
 
     @property
     def few_micro_batches(self) -> int:
-        """Micro-batches after which a longer step only repeats itself, [Note: Long steps]."""
+        """Micro-batches of a step that longer steps are extrapolated from: [Note: Long steps]."""
         pipeline = self.parallel.pipeline
         rest = self.micro_num % pipeline.size
         return min(self.micro_num, (2 + pipeline.num_chunks) * pipeline.size + rest)
@@ -194,7 +198,10 @@ class PlanCase:
         )
 
     def size(self, axis: Axis) -> int:
-        """Return the ranks in a group of `axis`, without listing them as `Topology.size` does."""
+        """Return the number of ranks in a group of `axis`.
+
+        `Topology.size` lists all groups to find it, which is slow for large worlds.
+        """
         if axis is Axis.EMBEDDING:
             return min(2, self.topology.pipeline)
         name = "world_size" if axis is Axis.WORLD else axis.value  # fields of Topology

@@ -1,4 +1,4 @@
-"""Seconds of computation on one rank.
+"""Seconds of compute on one rank.
 
 A product takes 2 FLOPs for each pair of token and parameter in forward, and twice that in backward.
 Attention over a causal document of n tokens has n^2 / 2 pairs of 4 d FLOPs per head; its backward
@@ -24,7 +24,7 @@ __all__ = ["Costs"]
 
 @dataclass(frozen=True)
 class Costs:
-    """Computation costs of the rank at `place`, in seconds."""
+    """Costs of compute on the rank at `place`, in seconds."""
 
     case: PlanCase
     place: Coordinates
@@ -36,9 +36,9 @@ class Costs:
         return event.amount / self._rates[event.kind]
 
     def before(self, block: Block, number: int) -> float:
-        """Return the seconds of the memory passes before a use's product in forward.
+        """Return the seconds of the memory-bound operations before a use's product in forward.
 
-        The first use of a layer also has the gaps between the layer's kernels.
+        The first use of a decoder block also counts the gaps between the block's kernels.
         """
         passes = block.uses[number].passes
         assert passes is not None, "a traced model declares them"
@@ -57,9 +57,9 @@ class Costs:
         numbers = sum(p.parameter.numel() for p in trained)
         states = sum(p.parameter.numel() * case.state_bytes(p.name, p.layout) for p in trained)
         wide, item = case.wide_bytes, case.item_bytes
-        # Packing and unpacking what is published passes over the weights three times.
+        # Packing and unpacking published weights reads or writes them three times.
         published = 3 * numbers * item if zero1 > 1 else 0
-        # Read gradient, master and write master and weight; states are read and written.
+        # Gradient and master are read, master and weight written; states are read and written.
         updated = (numbers * (3 * wide + item) + 2 * states) / zero1
         passing = 0.0
         if case.optimizer.offload_states:

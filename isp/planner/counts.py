@@ -48,8 +48,8 @@ class Traffic(NamedTuple):
 def traffic(case: PlanCase, rank: int) -> Traffic:
     """Return the transfers of `rank` in a step, from the batch's broadcast to published weights.
 
-    [Note: Long steps] In the steady state of a schedule, each group of as many micro-batches as the
-    pipeline has ranks sends the same, so a long step is extrapolated from two short ones.
+    A long step is extrapolated from two short ones: [Note: Long steps] in
+    docs/design/notes/planner.md.
     """
     few, period, place = case.few_micro_batches, case.topology.pipeline, case.place(rank)
     found = walk(case, _ANY, rank, few).sent
@@ -59,8 +59,9 @@ def traffic(case: PlanCase, rank: int) -> Traffic:
             {sent: found[sent] + rest * (n - found[sent]) for sent, n in longer.items()}
         )
     send = case.between_stages
-    for hop in (send, send._replace(kind="recv", sent_bytes=0)):  # each neighbor sends one back
-        found[hop] += case.micro_num * sum(map(sum, case.neighbours(place.stage)))
+    # To each neighbor stage goes an activation or its gradient, and the other one comes back.
+    for hop in (send, send._replace(kind="recv", sent_bytes=0)):
+        found[hop] += case.micro_num * sum(map(sum, case.neighbors(place.stage)))
     found.update(_once_a_step(case, rank))
     by_channel: dict[tuple[str, str], Count] = {}
     by_purpose: dict[Purpose, Count] = {}
@@ -78,7 +79,7 @@ def _add(counts: dict[K, Count], key: K, n: int, sent: Transfer) -> None:
 
 
 def _once_a_step(case: PlanCase, rank: int) -> list[Transfer]:
-    """Return the batch's broadcast, and the sum of a table that another stage shares."""
+    """Return the transfers outside of micro-batches: the batch, and a tied table's gradient."""
     place, heard = case.place(rank), Heard()
     dry = DryRank(case, place, heard)
     dry.share_batch()
@@ -89,7 +90,7 @@ def _once_a_step(case: PlanCase, rank: int) -> list[Transfer]:
 
 
 def scans(case: PlanCase) -> str:
-    """Return how scans over several ranks are split, in words; "" without such scans."""
+    """Return how scans are split over ranks, in words; "" if no scan is split."""
     if not any(call.kind is Kind.SCAN for call in case.language_model.trace.calls):
         return ""
     sent = traffic(case, 0).by_purpose

@@ -1,7 +1,7 @@
 """Parameters and blocks of a model on any rank, from the model's own declarations.
 
-A model is built once per mode on the meta device, as a single rank would have it; a layout only
-cuts that into shards and stages. So a plan has the names and shapes of a run by construction.
+A model is built once per mode on the meta device, as on a single rank; a layout cuts it into shards
+and stages. So the names and shapes in a plan are those of a run.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ __all__ = [
 
 @lru_cache(maxsize=64)
 def bare(model: ModelConfig) -> ModelConfig:
-    """Return `model` with the default values of all keys that say how it is computed.
+    """Return `model` with default values for all keys that only say how it is computed.
 
-    Layouts that differ only in such keys share its parameters. `allow_unchecked` is kept, since
-    a model that a run accepts must be accepted here.
+    Layouts that differ only in such keys share cached parameters. `allow_unchecked` is kept, since
+    the planner has to accept every model that a run accepts.
     """
     default = defaults_of(ModelConfig, KeyRole.METHOD)
     return replace(model, **{**default, "allow_unchecked": model.allow_unchecked})
@@ -53,7 +53,7 @@ def bare(model: ModelConfig) -> ModelConfig:
 
 @lru_cache(maxsize=32)
 def _whole(model: ModelConfig, dtype: str, mode: Mode, split: bool, stay: bool) -> StageModule:
-    """Return all of the model on one rank, to be cut by pipelines."""
+    """Return the whole model as one stage, from which pipelines take theirs."""
     traced = language_model(model, dtype)
     (whole,) = shape_only(traced, mode, embed_split_hidden=split, experts_stay=stay)
     return whole
@@ -68,9 +68,9 @@ def _shapes(
     order: PipelineOrder,
     stay: bool,
 ) -> tuple[RankShape, ...]:
-    """Return the part of each rank of a pipeline.
+    """Return the part of the model on each rank of a pipeline.
 
-    Ways of recomputation differ only in how blocks are marked, and share the rest.
+    Models that differ only in recomputation share all but the marks of their blocks.
     """
     plain = replace(bare(model), mlp_tile_tokens=model.mlp_tile_tokens)
     traced = language_model(plain, dtype)
@@ -103,22 +103,22 @@ def all_blocks(case: PlanCase) -> list[Block]:
 
 
 def trained_parameters(case: PlanCase, place: Coordinates) -> list[ShardedParameter]:
-    """Return the parameters of `local_parameters` that are not frozen."""
+    """Return the local parameters that are trained, as they are gathered."""
     return [item for item in local_parameters(case, place) if item.parameter.requires_grad]
 
 
 def updated_parameters(case: PlanCase, place: Coordinates) -> tuple[ShardedParameter, ...]:
-    """Return the trained parameters one by one, as the optimizer has them."""
+    """Return the trained local parameters with fused ones apart, as the optimizer has them."""
     return _parameters(case, place, apart=True)
 
 
 def local_parameters(case: PlanCase, place: Coordinates) -> tuple[ShardedParameter, ...]:
-    """Return the parameters of the rank at `place` on the meta device, as they are gathered."""
+    """Return the parameters of the rank at `place` on the meta device, fused as in a gather."""
     return _parameters(case, place, apart=False)
 
 
 def _parameters(case: PlanCase, place: Coordinates, *, apart: bool) -> tuple[ShardedParameter, ...]:
-    """Return parameters as they are gathered, or the trained ones one by one if `apart`."""
+    """Return parameters as they are gathered, or, if `apart`, the trained ones without fusing."""
     return _local_parameters(
         bare(case.model),
         case.dtype,
@@ -148,8 +148,8 @@ def _local_parameters(
 ) -> tuple[ShardedParameter, ...]:
     """Return shard `index` of `parts` of each parameter; replicated parameters stay whole.
 
-    `spread` is the number of ranks with different experts. `apart`: only trained parameters, one by
-    one. The arguments are only what matters, so that layouts share cached results.
+    `spread` is the number of ranks with different experts. `apart`: only trained parameters,
+    without fusing. No argument is without effect, so that layouts share cached results.
     """
     found, roles = [], language_model(model, dtype).trace.roles
     stay = spread == parts > 1
@@ -170,10 +170,10 @@ BlockKind = tuple[bool, tuple[tuple[Use, tuple[int, ...]], ...]]
 
 
 def kind_of(block: Block, shapes: Mapping[str, tuple[int, ...]]) -> BlockKind:
-    """Return the kind of a block, given the global shapes of weights by name."""
+    """Return the kind of a block; `shapes`: the global shapes of weights by name."""
 
     def nameless(use: Use) -> Use:
-        # Names of weights and biases differ in each layer, and do not make a kind.
+        # Weights have other names in each block, so kinds have none.
         again = use.in_recompute or not block.recomputed
         return use._replace(weight=None, bias=use.bias and "", in_recompute=again)
 
@@ -183,6 +183,22 @@ def kind_of(block: Block, shapes: Mapping[str, tuple[int, ...]]) -> BlockKind:
 
 def kinds_of(case: PlanCase, rank: int, blocks: Iterable[Block]) -> dict[str, BlockKind]:
     """Return the kinds of `blocks` of the `rank`-th rank of a pipeline, by block name."""
-    layouts = shape_of(case, rank).layouts.items()
-    shapes = {name: layout.global_shape for name, layout in layouts}
-    return {block.name: kind_of(block, shapes) for block in blocks}
+    split, stay = case.parallel.weight.embed_split_hidden, case.topology.experts_stay
+    known = _kinds(case.model, case.dtype, case.mode, split, case.order, stay, rank)
+    return {block.name: known[block.name] for block in blocks}
+
+
+@lru_cache(maxsize=1024)
+def _kinds(
+    model: ModelConfig,
+    dtype: str,
+    mode: Mode,
+    split: bool,
+    order: PipelineOrder,
+    stay: bool,
+    rank: int,
+) -> dict[str, BlockKind]:
+    """Return the kind of each block on the `rank`-th rank of a pipeline, by block name."""
+    shape = _shapes(model, dtype, mode, split, order, stay)[rank]
+    shapes = {name: layout.global_shape for name, layout in shape.layouts.items()}
+    return {block.name: kind_of(block, shapes) for chunk in shape.chunks for block in chunk}

@@ -1,15 +1,8 @@
 """Stand-ins for a rehearsal: weights, host memory, attention, norms and scans that only record.
 
-[Note: One node] On CUDA a norm and local attention are one kernel each, which saves its inputs, its
-output and statistics. On CPU and on meta a norm is several operations, and attention computes in
-float32 at least. What CUDA saves has not been measured on a device.
-
-[Note: Workspace] In backward flash attention sums dq in float32. With shared KV heads, versions 3
-and 4 sum dk and dv in float32, too; version 2 writes dk and dv of every query head. `auto`, `sdpa`
-and `cudnn` are planned as version 2, which takes the most; cuDNN's own workspace has not been
-measured. The several copies of dq that version 2 makes with deterministic kernels are not planned.
-Source: mha_bwd and mha_varlen_bwd of torch (flash_attn/flash_api.cpp) and of flash-attention's
-hopper/flash_api.cpp, and _flash_attn_bwd of its flash_attn/cute/interface.py.
+For CUDA, a norm and local attention are one autograd node each, which saves what the kernel saves;
+attention's backward also takes a workspace. See [Note: One node] and [Note: Workspace] in
+docs/design/notes/planner.md.
 """
 
 from __future__ import annotations
@@ -74,7 +67,8 @@ META = torch.device("meta")
 class DryWeights(WPCommunicator):
     """A communicator that records reads of weights and their gradients, and gathers nothing.
 
-    If the layout gathers weights, parameters have their full shapes.
+    `gathers`: the layout gathers weights, so that a rehearsal's parameters have their full shapes.
+    `wide_gradients`: weight gradients are reduced in float32 at least.
     """
 
     def __init__(
@@ -103,7 +97,8 @@ class DryWeights(WPCommunicator):
     def unshard(
         self, module: WeightHolder, phase: Phase, weight: Tensor, bias: Tensor | None = None
     ) -> AbstractContextManager[FullWeights]:
-        if not self._recorder.is_declared(module):  # an expert on its own rank is never gathered
+        # Experts that stay on their rank are never gathered, so no block declares a use of them.
+        if not self._recorder.is_declared(module):
             return LocalWeights().unshard(module, phase, weight, bias)
         return nullcontext(_Use(self._recorder, module, phase, weight, bias))
 
@@ -117,10 +112,10 @@ class DryWeights(WPCommunicator):
 
 
 class DryProducts:
-    """The route of weight gradients into main gradients; records when a gradient is ready.
+    """Computes weight gradients into main gradients, and records when each one is ready.
 
-    On CPU the product of 16-bit factors takes memory of its own, [Note: Wide products]; then there
-    is no main gradient to compute into.
+    On CPU, a product of 16-bit factors is computed in memory of its own and added afterwards, so
+    such parameters have no main gradient here: [Note: Wide products].
     """
 
     def __init__(
@@ -146,7 +141,7 @@ class DryProducts:
 
 
 class _Use:
-    """Weights of one use; records when the weight is read."""
+    """The weight and bias of one use of a layer; records when the weight is read."""
 
     def __init__(
         self,
@@ -172,7 +167,7 @@ class _Use:
 class DryHost(HostChannel):
     """A host channel that records what goes to the host.
 
-    The walk decides when an input is fetched, so that is not recorded.
+    Copies back to the device are not recorded: `isp.planner.walk` decides when they are launched.
     """
 
     def __init__(self, recorder: EventRecorder) -> None:
@@ -186,7 +181,10 @@ class DryHost(HostChannel):
 
 
 class DryAttention:
-    """Local attention that only records; also an `LseKernel` of `attention.backends.lse`."""
+    """Local attention that records its FLOPs and memory and computes nothing.
+
+    It is also an `LseKernel` (`isp.core.attention.backends.lse`), for blocks of a ring.
+    """
 
     def __init__(self, recorder: EventRecorder, backend: AttentionBackend, on_cpu: bool) -> None:
         self._recorder = recorder
@@ -205,9 +203,9 @@ class DryAttention:
     ) -> Tensor:
         """Return an empty output [B, Sq, H, e].
 
-        Shapes: q [B, Sq, H, d], k [B, Sk, K, d], v [B, Sk, K, e]. If keys are chosen per query,
-        the products of all keys are computed all the same, and only the numbers of the chosen keys
-        are saved.
+        Shapes: q [B, Sq, H, d], k [B, Sk, K, d], v [B, Sk, K, e]: rows, queries or keys, heads or
+        KV heads, features. If each query attends to `chosen` keys only, attention still computes
+        the products with all keys, and saves the indices of the chosen ones.
         """
         wide = torch.promote_types(q.dtype, torch.float32)
         own = wide if self._on_cpu or chosen is not None else q.dtype  # [Note: One node]
@@ -228,7 +226,7 @@ class DryAttention:
     def with_lse(
         self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask
     ) -> tuple[Tensor, Tensor]:
-        """Return an empty output and log-sum-exp, as a ring's block of attention."""
+        """Return an empty output and log-sum-exp, as for one block of ring attention."""
         self._recorder.note(Compute(Work.ATTENTION, _flops(q, k, v, mask)))
         dtype = torch.promote_types(q.dtype, torch.float32)
         return q.new_empty(q.shape, dtype=dtype), q.new_empty(q.shape[:-1], dtype=dtype)
@@ -243,12 +241,13 @@ class DryAttention:
         lse: Tensor,
         mask: AttentionMask,
     ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return empty gradients of q, k and v, as for one block of ring attention."""
         self._recorder.note(Compute(Work.ATTENTION, _BACKWARD * _flops(q, k, v, mask)))
         work = self._workspace(q, k, v, AttentionBackend.VARLEN)  # as `FlashKernel` uses it
         return _gradients((q, k, v), work)
 
     def _workspace(self, q: Tensor, k: Tensor, v: Tensor, backend: AttentionBackend) -> int:
-        """Return the bytes that backward takes besides the gradients, [Note: Workspace]."""
+        """Return the bytes that backward takes in addition to the gradients: [Note: Workspace]."""
         if self._on_cpu or q.itemsize > 2:  # flash attention takes 16-bit inputs only
             return 0
         work, group = 4 * q.numel(), q.shape[-2] // k.shape[-2]
@@ -278,17 +277,17 @@ def _flops(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask) -> float:
 
 
 def _pairs_before(length: int, window: int | None) -> float:
-    """Return the pairs of a query and a key in its past, in a causal document."""
+    """Return the number of pairs of a query and a key that it sees, in a causal document."""
     reach = length if window is None else min(length, window)
     return reach * (2 * length - reach) / 2
 
 
 _LOGITS = 3
-"""Tensors of the size of a block's logits that explicit attention's backward holds at once."""
+"""Tensors as large as a block's logits that the backward of explicit attention holds at once."""
 
 
 def _block(q: Tensor, k: Tensor, mask: AttentionMask) -> int:
-    """Return the number of logits in the largest block of explicit attention."""
+    """Return the number of logits in the largest block of rows of explicit attention."""
     lengths = document_lengths(mask, len(q), q.shape[1], k.shape[1])
     queries, keys = (max(each) for each in zip(*lengths, strict=True))
     heads = q.shape[2]
@@ -297,7 +296,11 @@ def _block(q: Tensor, k: Tensor, mask: AttentionMask) -> int:
 
 
 class _Attention(torch.autograd.Function):
-    """Attention as one autograd node that saves what the kernel saves, [Note: One node]."""
+    """Attention as one autograd node that saves what the kernel saves: [Note: One node].
+
+    `numbers`: the indices of chosen keys; `work`: bytes of workspace in backward; `statistics`: the
+    dtype of the log-sum-exp.
+    """
 
     @staticmethod
     def forward(
@@ -325,19 +328,19 @@ class _Attention(torch.autograd.Function):
 
 
 def _gradients(qkv: Sequence[Tensor], work: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return gradients of q, k and v, counting a workspace of `work` bytes at their peak."""
+    """Return empty gradients of q, k and v; `work` bytes of workspace count at their peak."""
     dq, dk, dv = (torch.empty_like(x) for x in qkv)
-    dq.new_empty(work, dtype=torch.uint8)  # freed at once; the recorder has seen the peak
+    dq.new_empty(work, dtype=torch.uint8)  # freed at once, after the recorder has counted it
     return dq, dk, dv
 
 
 @dataclass(frozen=True, kw_only=True)
 class DryLayers(RankLayers):
-    """A rank's layers, with equal tiles run only a few times and scans on few tokens."""
+    """Layers of a rank for a rehearsal: only a few of equal tiles are run, and scans are short."""
 
     recorder: EventRecorder
     like_cuda: bool
-    """True to compute as on CUDA, [Note: One node]."""
+    """True to save what CUDA kernels save: [Note: One node]."""
 
     def expert_layout(self, shape: tuple[int, ...]) -> ParameterLayout:
         """Return the layout of the first expert rank, which has the most experts."""
@@ -349,7 +352,7 @@ class DryLayers(RankLayers):
         return DryRecurrence(kind, self.recorder)
 
     def tiles(self, parts: Sequence[slice]) -> Iterator[slice]:
-        """Yield the first part only; its products are scaled up to those of all."""
+        """Yield the first part only, and record its FLOPs again for the rows of the others."""
         first, *others = parts
         begin = len(self.recorder.running)
         yield first
@@ -359,7 +362,11 @@ class DryLayers(RankLayers):
         self.recorder.note(Compute(Work.PRODUCT, flops * rows / (first.stop - first.start)))
 
     def each_tile(self, tiles: Sequence[slice]) -> Iterator[slice]:
-        """Yield the first three tiles and the last; the third's events repeat for the rest."""
+        """Yield the first three tiles and the last; for the rest repeat the third's events.
+
+        The last tile may be shorter. The first two are run in any case: their memory is counted,
+        and from the third on each tile does the same.
+        """
         *equal, last = tiles
         yield from equal[:2]
         if len(equal) > 2:
@@ -374,13 +381,14 @@ class DryLayers(RankLayers):
 
 
 def fuse_norms(model: nn.Module) -> None:
-    """Make each `nn.RMSNorm` a single autograd node, as on CUDA [Note: One node]."""
+    """Make each `nn.RMSNorm` a single autograd node, as on CUDA: [Note: One node]."""
     for norm in model.modules():
         if type(norm) is nn.RMSNorm:
             set_forward(norm, partial(_normed, norm))
 
 
 def _normed(norm: nn.RMSNorm, x: Tensor) -> Tensor:
+    """Return the empty output of a norm, as a forward for `fuse_norms`."""
     y: Tensor = _Norm.apply(x, norm.weight)
     return y
 
@@ -410,7 +418,7 @@ def _grouped_product(a: Tensor, b: Tensor, offs: Tensor, *_: Any, **__: Any) -> 
 
 
 _CONVOLUTIONS = torch.ops.aten.convolution, torch.ops.aten.convolution_backward
-"""Convolutions of language models, which have a few taps per channel: bound by memory bandwidth."""
+"""Convolutions, which count in bytes: in language models they have few taps per channel."""
 
 
 # torch's counter does not know the in-place product that adds to main gradients.
@@ -418,7 +426,7 @@ _FLOPS = flop_registry | {torch.ops.aten.addmm_: flop_registry[torch.ops.aten.ad
 
 
 class Products(TorchDispatchMode):
-    """Records products of matrices, convolutions, and the memory that operations make."""
+    """Records the FLOPs of matrix products, the bytes of convolutions, and new tensors."""
 
     def __init__(self, recorder: EventRecorder) -> None:
         super().__init__()
@@ -442,10 +450,8 @@ class Products(TorchDispatchMode):
 
 # -- scans -----------------------------------------------------------------------------------
 #
-# [Note: Short scans] The bytes that a scan saves for backward, and its peak, grow equally with each
-# chunk of a segment. So the recurrence itself runs on the meta device on segments of two lengths,
-# `_STEP` tokens apart, and longer ones are extrapolated. This is the memory of ISP's scan in torch;
-# a kernel may take less.
+# A recurrence is run on segments of two lengths, and longer ones are extrapolated. See
+# [Note: Short scans] in docs/design/notes/planner.md.
 
 
 _STEP = 64
@@ -485,7 +491,7 @@ class DryRecurrence:
         lengths: Sequence[int],
         initial: Tensor | None,
     ) -> tuple[Tensor, ...]:
-        """Return results with these rows, computed at `flops` a token.
+        """Return empty results with these numbers of rows, and record `flops` for each token.
 
         A scan has two results (outputs and states), a summary has one.
         """
@@ -499,7 +505,7 @@ class DryRecurrence:
             tuple(None if x is None else _Like.of(x[None]) for x in inputs.constants),
         )
         counts = Counter(lengths)
-        # Segments of equal lengths take the same, so measure each length once.
+        # Segments of the same length take the same bytes, so each length is measured once.
         taken = {n: _taken(segment, n) for n in counts}
         total = tuple(sum(counts[n] * taken[n].sizes[i] for n in counts) for i in range(3))
         first = taken[lengths[0]]
@@ -531,7 +537,11 @@ class _Like(NamedTuple):
 
 
 class _Scanned(torch.autograd.Function):
-    """A scan as one autograd node, with the bytes of the measured one."""
+    """A scan as one autograd node; `sizes` are the bytes that a measured one takes.
+
+    `sizes`: bytes saved for backward, peak in forward, peak in backward. `saves`: by input, True
+    if it is saved.
+    """
 
     @staticmethod
     def forward(
@@ -546,7 +556,7 @@ class _Scanned(torch.autograd.Function):
         ctx.flops, ctx.recorder, (kept, most, ctx.most) = flops, recorder, sizes
         ctx.inputs = [(x.shape, x.dtype) for x in inputs]
         recorder.note(Compute(Work.SCAN, flops))
-        _memory(most)  # freed at once; the recorder has seen the peak
+        _memory(most)  # freed at once, after the recorder has counted it
         saved = (x for x, is_saved in zip(inputs, saves, strict=True) if is_saved)
         ctx.save_for_backward(_memory(kept), *saved)
         return results
@@ -567,10 +577,10 @@ def _memory(*shape: int, dtype: torch.dtype = torch.uint8) -> Tensor:
 
 
 class _Segment(NamedTuple):
-    """A run of tokens of one document, of any length; a key of the cache."""
+    """The inputs of a scan over tokens of one document, of any length; a key of the cache."""
 
     kind: Recurrence
-    summarised: bool
+    summarized: bool
     of_heads: tuple[_Like, ...]
     of_groups: tuple[_Like, ...]
     initial: tuple[_Like, ...]
@@ -590,22 +600,22 @@ class _Segment(NamedTuple):
     def run(self, inputs: Inputs, initial: Tensor | None) -> tuple[Tensor, ...]:
         """Run the recurrence, and return its results."""
         tokens = [len(inputs.of_heads[0])]
-        if self.summarised:
+        if self.summarized:
             return (self.kind.summary(inputs, tokens),)
         return self.kind.scan(inputs, tokens, initial)
 
 
 class _Taken(NamedTuple):
-    """Results of a segment's scan, and the bytes it takes besides its inputs."""
+    """Results of a segment's scan, and the bytes that it takes in addition to its inputs."""
 
     kept: int
-    """Saved for backward."""
+    """Bytes saved for backward."""
     forward: int
-    """Peak in forward."""
+    """Peak bytes in forward."""
     backward: int
-    """Peak in backward, saved bytes included."""
+    """Peak bytes in backward, saved bytes included."""
     saves: tuple[bool, ...]
-    """Flags of the inputs that are saved."""
+    """By input, True if it is saved for backward."""
     results: tuple[_Like, ...]
 
     @property
@@ -614,7 +624,7 @@ class _Taken(NamedTuple):
 
 
 def _taken(segment: _Segment, tokens: int) -> _Taken:
-    """Return the bytes of a segment of `tokens` tokens, [Note: Short scans]."""
+    """Return the bytes of a segment of `tokens` tokens: [Note: Short scans]."""
     short = min(tokens, 2 * _STEP + tokens % _STEP)
     base, steps = _measured(segment, short), (tokens - short) // _STEP
     if not steps:
@@ -647,5 +657,6 @@ def _measured(segment: _Segment, tokens: int) -> _Taken:
             kept = sum(memory.nbytes() for memory in saved.values())
             forward, made.peak_bytes = made.peak_bytes, 0
             out.backward(torch.empty_like(out))
-    # The output and its gradient were made in here, but are memory of the caller.
+    # The output and its gradient were made here, but outside of this measurement the caller has
+    # them, and counts them.
     return _Taken(kept, forward, made.peak_bytes - 2 * out.nbytes, saves, results)

@@ -17,11 +17,11 @@ GIB = 2**30
 def choose_exchange(
     config: JobConfig, world_size: int, usable_bytes: int | None, *, on_cpu: bool
 ) -> tuple[JobConfig, str]:
-    """Return `config` with `auto` resolved to gather or ring, and the reason for the choice.
+    """Return `config` with gather or ring instead of `auto`, and the reason for logs.
 
-    Ring is chosen if gather is planned to exceed `usable_bytes` of a rank (None: no known limit)
-    and ring takes less. A model that cannot be planned gathers. The reason is for logs; it is empty
-    without a context group.
+    Ring is chosen if the plan with gather exceeds the `usable_bytes` of a rank (None: no known
+    limit) and ring takes less. Gather is chosen for a model that cannot be planned. The reason is
+    empty without a context group.
     """
     asked = config.parallel.sequence_2D.exchange
     if config.topology(world_size).context == 1:

@@ -1,12 +1,7 @@
 """Traffic of mixture-of-experts layers: gather the experts' weights, or exchange tokens.
 
-[Note: Crossing] Gathering sends all E experts of a layer twice, and their gradients once;
-exchanging sends each token to its k experts and back, in forward and in backward. A SwiGLU expert
-has 3 H I parameters, so with one dtype for everything both send the same at
-
-    3 * E * 3 H I = 4 * tokens * k * H,  tokens of a rank = 9 I (E / k) / 4
-
-With more tokens than that, gathering sends less. On p ranks both send (p - 1) / p of it.
+Gathering sends less if a rank has more tokens than 9/4 x features of an expert x experts / experts
+of a token. See [Note: Crossing] in docs/design/notes/planner.md.
 """
 
 from __future__ import annotations
@@ -30,8 +25,8 @@ __all__ = [
 ]
 
 PASSES, TRIPS = 3, 4
-"""Passes of weights (two gathers and a reduction) and trips of tokens (there and back, in forward
-and in backward)."""
+"""How often weights are sent (two gathers and a reduction), and tokens (to the experts and back, in
+forward and in backward), per micro-batch."""
 
 
 class ExpertLayer(NamedTuple):
@@ -39,7 +34,7 @@ class ExpertLayer(NamedTuple):
 
     num_experts: int
     used: int
-    """Experts that each token goes to."""
+    """Number of experts that each token goes to."""
     width: int
     """Features of a token."""
     numbers: int
@@ -57,14 +52,14 @@ class ExpertLayer(NamedTuple):
 def crossing_tokens(
     layers: Iterable[ExpertLayer], *, passes: float = PASSES, trips: float = TRIPS
 ) -> float:
-    """Return the tokens of a rank from which on gathering sends less, [Note: Crossing]."""
+    """Return the tokens of a rank from which on gathering sends less: [Note: Crossing]."""
     layers = list(layers)
     gathered = sum(layer.gathered(passes) for layer in layers)
     return gathered / sum(layer.exchanged(1, trips) for layer in layers)
 
 
 class ExpertTraffic(NamedTuple):
-    """Bytes that a rank would send for experts in a micro-batch, either way."""
+    """Bytes that a rank would send for experts in a micro-batch, by gathering and by exchanging."""
 
     layers: tuple[ExpertLayer, ...]
     tokens: int
@@ -76,22 +71,25 @@ class ExpertTraffic(NamedTuple):
     exchanged: int
     """Bytes sent if each expert is on one rank."""
     ranks: tuple[int, int]
-    """As planned: ranks that exchange tokens, and ranks that gather the same experts."""
+    """In this layout: ranks that exchange tokens, and ranks that gather the same experts."""
     gathers: bool
     """True if weights can be gathered, as in isp mode."""
 
     @property
     def less(self) -> str:
-        """Return the way that sends less, or "-" if nothing is sent: all experts on every rank."""
+        """Return "gather" or "exchange", whichever sends less; "-" if there is no choice.
+
+        There is none if every rank has all experts, or the mode gathers no weights.
+        """
         if not self.gathers or self.ranks == (1, 1):
             return "-"
         return "gather" if self.tokens >= self.crossing else "exchange"
 
     @property
     def way(self) -> str:
-        """Return the planned way, with "!" if the other would send less.
+        """Return the way of this layout for a table, with "!" if the other way would send less.
 
-        A layout that combines both ways is always beaten by one of them.
+        Combining both ways always sends more than one of them alone.
         """
         spread, gather = self.ranks
         worse = spread > 1 if self.less == "gather" else gather > 1 and self.less == "exchange"
@@ -137,8 +135,9 @@ def expert_layers(case: PlanCase) -> tuple[ExpertLayer, ...]:
 def expert_traffic(case: PlanCase) -> ExpertTraffic | None:
     """Return the expert traffic of `case`; None if its model has no experts.
 
-    Gradients count in the dtype they are reduced in. Each rank counts as having as many experts as
-    the first, since uneven splits are padded. Recomputed blocks send tokens there and back again.
+    Gradients count in the dtype that they are reduced in. All ranks count with as many experts as
+    the first one has, since uneven shards are padded. A recomputed block sends its tokens to the
+    experts and back once more.
     """
     layers = expert_layers(case)
     if not layers:
@@ -172,9 +171,9 @@ def with_spread_experts(config: JobConfig, spread: int) -> JobConfig:
 
 
 def spread_instead(case: PlanCase, config: JobConfig, *, fits: bool) -> Iterator[JobConfig]:
-    """Yield `config` with each expert on one rank, if that may be better.
+    """Yield `config` with each expert on one rank, if that may be better, else nothing.
 
-    It may be where exchanging tokens sends less, or where gathered (or whole) experts do not fit.
+    It may be better if exchanging tokens sends less, or if the layout of `config` does not fit.
     """
     found, ranks = expert_traffic(case), case.topology.weight
     if (

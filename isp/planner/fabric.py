@@ -110,7 +110,7 @@ class HostSpec:
 
 
 class Spread(NamedTuple):
-    """Number of a group's ranks, and of those in one node."""
+    """How a group of ranks is spread over nodes."""
 
     size: int
     per_node: int
@@ -155,7 +155,7 @@ class Fabric:
             )
 
     def wire(self, case: PlanCase, axis: Axis) -> str:
-        """Return the wire that the groups along `axis` use: `inside` or `between`."""
+        """Return the link that groups along `axis` use: `inside` or `between` nodes."""
         spread = self.spread(case, axis)
         return "between" if spread.size > spread.per_node else "inside"
 
@@ -184,7 +184,7 @@ class Fabric:
             return latency + transfer.sent_bytes / inside.bytes_per_second
         assert self.between is not None, "`check` has refused this"
         if transfer.kind == "all_to_all":
-            # Parts for the own node and for others travel at the same time.
+            # Parts for ranks of the same node and of others are sent at the same time.
             away = (spread.size - spread.per_node) / (spread.size - 1)
             there = transfer.sent_bytes * away / self.between.bytes_per_second
             here = transfer.sent_bytes * (1 - away) / inside.bytes_per_second
@@ -193,10 +193,10 @@ class Fabric:
         return latency + transfer.sent_bytes / rate
 
     def latency(self, spread: Spread, kind: str) -> float:
-        """Return the seconds of a transfer of no bytes, which are those of its hops.
+        """Return the seconds of a transfer of no bytes: the latencies of all its hops.
 
-        An all-gather or reduce-scatter is a ring through all ranks. An all-reduce is a chain inside
-        each node and a tree over nodes, both there and back. Other transfers reach twice as many
+        An all-gather or reduce-scatter is a ring through all ranks. An all-reduce goes through a
+        chain inside each node and a tree over nodes, and back. Other transfers reach twice as many
         ranks with each hop. Source: NCCL, src/graph/tuning.cc.
         """
         nodes = spread.size // spread.per_node
@@ -211,7 +211,7 @@ class Fabric:
         return (inside * self.inside.latency_us + between * outside) * 1e-6
 
     def straggling_over(self, world_size: int) -> float:
-        """Return the time lost to the slowest of `world_size` ranks, as a share of compute."""
+        """Return the time lost to the slowest of `world_size` ranks as a share of compute time."""
         return self.straggling * math.log2(max(1.0, world_size / self.devices_per_node))
 
     @property
@@ -231,7 +231,7 @@ def _doublings(size: int) -> int:
 
 
 def axis_of(transfer: Transfer) -> Axis:
-    """Return the axis of a transfer's channel; reductions may have a channel of their own."""
+    """Return the axis of a transfer's channel, such as `weight` for `weight_reduce`."""
     return Axis(transfer.channel.removesuffix("_reduce"))
 
 

@@ -1,8 +1,9 @@
 """Memory as a function of the sequence length, and the longest sequence that fits.
 
-Most owners are affine in the number of tokens, so rehearsals at two lengths give a fixed part and a
-slope. Different lengths may peak at different moments of the step, so the lines only guide the
-search: the result is confirmed by a rehearsal of that length and of the next, which does not fit.
+The memory of most owners is affine in the number of tokens, so rehearsals of two lengths give a
+fixed part and a slope. Different lengths may peak at different moments of the step, so these lines
+only guide the search: the longest length is rehearsed itself, and so is the next one, which does
+not fit.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ class Budget(NamedTuple):
     device: int
     """Bytes of device memory for tensors."""
     host: int | None
-    """Bytes of host memory; None if the limit is not known."""
+    """Bytes of host memory; None: no known limit."""
 
     @classmethod
     def of(cls, fabric: Fabric, world_size: int) -> Budget:
@@ -71,12 +72,12 @@ class Budget(NamedTuple):
         return self.excess(memory) <= 0
 
     def on_host(self, memory: Memory) -> bool:
-        """Return True if the host's memory is exceeded by more than the device's."""
+        """Return True if host memory is exceeded by more bytes than device memory."""
         return self.host is not None and memory.host - self.host > memory.total - self.device
 
 
 class Growth(NamedTuple):
-    """Bytes of each owner at the peak, as a fixed part and a slope in the tokens of a rank."""
+    """Memory at the peak by owner, as a fixed part and a slope in the tokens of a rank."""
 
     fixed: Memory
     """Bytes at zero tokens, by the line through two lengths."""
@@ -87,7 +88,7 @@ class Growth(NamedTuple):
     tokens: int
     """Tokens of a micro-batch that a rank holds between the linears at that length."""
     memory: Memory
-    """The peak itself."""
+    """Memory at the peak."""
 
 
 @dataclass(frozen=True)
@@ -97,16 +98,16 @@ class Longest:
     seq_len: int
     """Length in tokens; 0 if none fits."""
     memory: Memory
-    """Its memory; the memory of the shortest length tried if none fits."""
+    """Memory at that length; if none fits, memory at the shortest length that was tried."""
     next_len: int
     """The next length that was tried, in tokens."""
     beyond: Memory | str
-    """Memory of that length, or the reason for its refusal."""
+    """Memory at that length, or the reason why the length is refused."""
 
 
 @dataclass(frozen=True, eq=False)
 class Planned:
-    """A configuration whose memory is planned for any sequence length."""
+    """Plans the memory of a configuration for any sequence length."""
 
     config: JobConfig
     world_size: int
@@ -134,7 +135,7 @@ class Planned:
         return peak(self.case(seq_len))
 
     def growth(self, seq_len: int) -> Growth:
-        """Return the lines through the peak at `seq_len` tokens and the same moment at half of it.
+        """Return lines through two points: the peak at `seq_len`, and its moment at half of it.
 
         `seq_len` is raised to two units if it is less. Raises ConfigError if a length is refused.
         """
@@ -152,7 +153,7 @@ class Planned:
         )
         few = self.case(shorter)
         below = next(m for m in moments(few, rank) if m.moment == most.moment)
-        # Compare the same moment of the step: the peak at half the length may be another one.
+        # Take the same moment at half the length, whose own peak may be at another moment.
         tokens, less = (c.rows * c.tokens_between for c in (case, few))
         names = (*most.by_owner(), "host")
         slopes: Any = {n: (getattr(most, n) - getattr(below, n)) / (tokens - less) for n in names}
@@ -201,16 +202,18 @@ class _Tried(NamedTuple):
 
 
 def _beyond(low: _Tried, high: _Tried) -> int:
-    """Return the length at which the line through two fitting lengths leaves the budget."""
+    """Return the length at which the line through two fitting lengths exceeds the budget."""
     slope = (high.excess - low.excess) / (high.units - low.units)
     more = int(-high.excess / slope) + 1 if slope > 0 else high.units
+    # At least 1/64 more, so that few steps are needed where the line is too steep; at most 32 times
+    # as much, so that a line that is too flat does not lead to an absurd length.
     return high.units + max(1, high.units // 64, min(more, 31 * high.units))
 
 
 def _between(low: _Tried, high: _Tried, *, halve: bool) -> int:
-    """Return the length at which the line through both meets the budget, or the middle.
+    """Return the length at which the line through both reaches the budget; `halve`: the middle.
 
-    It is never one of the two, so the search ends.
+    It is never `low` or `high` itself, so the search ends.
     """
     share = 0.5
     if not halve and math.isfinite(high.excess):
@@ -274,16 +277,16 @@ OPTIONS = (
 
 
 class LadderStep(NamedTuple):
-    """An option together with all earlier ones that help."""
+    """The longest sequence with an option and all earlier options that help."""
 
     option: str
     keys: Keys
-    """All keys of the ladder up to this step."""
+    """Keys of the option and of the earlier options that help."""
     longest: Longest
     growth: Growth
     """Growth of memory at that length."""
     taken: bool
-    """True if sequences are at least as long with it as without; later steps build on it."""
+    """True if sequences are at least as long as without the option; later steps include it."""
 
 
 def climb(planned: Planned, budget: Budget, *, progress: Show = silent) -> list[LadderStep]:
@@ -333,7 +336,7 @@ def changes(config: JobConfig, keys: Keys) -> list[str]:
 
 
 def _ordered(planned: Planned, budget: Budget) -> Sequence[MemoryOption]:
-    """Return the options in the order to try them: by cost, or those of states first."""
+    """Return the options by cost; those of states come first if states alone exceed the device."""
     states = replace(planned, config=with_keys(planned.config, WITHOUT)).peak(planned.unit).states
     if states < budget.device:
         return OPTIONS

@@ -1,4 +1,4 @@
-"""Reports of `isp plan`, as text or JSON: memory of a layout, longest sequence, memory ladder."""
+"""Reports of `isp plan` as text or JSON: memory of a layout, longest sequence, options."""
 
 from __future__ import annotations
 
@@ -89,6 +89,7 @@ def _plain(memory: Memory | str) -> dict[str, Any] | str:
 
 
 def _plain_growth(growth: Growth) -> dict[str, Any]:
+    """Return the growth as JSON values, in bytes."""
     return {
         "seq_len": growth.seq_len,
         "moment": growth.memory.moment,
@@ -98,11 +99,13 @@ def _plain_growth(growth: Growth) -> dict[str, Any]:
 
 
 def _plain_longest(longest: Longest) -> dict[str, Any]:
+    """Return the longest sequence as JSON values."""
     fitting = {"memory": _plain(longest.memory)} if longest.seq_len else {}
     return {"seq_len": longest.seq_len, **fitting, "beyond": _plain(longest.beyond)}
 
 
 def _sizes(memory: Memory) -> dict[str, int]:
+    """Return the bytes by owner, those in host memory included."""
     return {**memory.by_owner(), "host": memory.host}
 
 
@@ -111,7 +114,7 @@ def _case(plan: MemoryPlan) -> PlanCase:
     return plan.planned.case(plan.planned.config.data.seq_len)
 
 
-# -- pieces of the text ----------------------------------------------------------------------
+# -- parts of the text -----------------------------------------------------------------------
 
 
 def _head(plan: MemoryPlan) -> str:
@@ -155,6 +158,7 @@ def _line(growth: Growth) -> tuple[str, str]:
 
 
 def _verdict(plan: MemoryPlan) -> str:
+    """Return whether the configuration fits as it is, and if not, why."""
     seq_len = plan.planned.config.data.seq_len
     if plan.budget.fits(plan.memory):
         return f"data.seq_len={seq_len} fits as it is"
@@ -162,6 +166,7 @@ def _verdict(plan: MemoryPlan) -> str:
 
 
 def _end(plan: MemoryPlan, longest: Longest) -> str:
+    """Return the longest sequence of the configuration as it is, and why none is longer."""
     beyond = longest.beyond
     why = beyond if isinstance(beyond, str) else _too_much(beyond, plan)
     if not longest.seq_len:
@@ -170,7 +175,7 @@ def _end(plan: MemoryPlan, longest: Longest) -> str:
 
 
 def _too_much(memory: Memory, plan: MemoryPlan) -> str:
-    """Return the reason why `memory` does not fit, with the host's part if that is the reason."""
+    """Return why `memory` does not fit: the largest owners, or the bytes in host memory."""
     if plan.budget.on_host(memory):
         copies = ", with the copies that checkpoint.async_mode=disabled does without"
         found = copies if plan.planned.config.checkpoint.copies_state else ""
@@ -199,7 +204,7 @@ def _ladder(plan: MemoryPlan) -> str:
 
 
 def _reason(beyond: Memory | str, budget: Budget) -> str:
-    """Return the owner that ends the length, for a cell of the table."""
+    """Return why the next length does not fit, for a cell of the table."""
     if isinstance(beyond, str):
         return "a length that is refused"
     if budget.on_host(beyond):

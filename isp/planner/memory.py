@@ -1,4 +1,4 @@
-"""Memory of one rank by owner, at the moment of a training step when it peaks.
+"""Memory of one rank by owner, at the moment of a step in which it is largest.
 
 P: parameters of the rank's stage; w: ranks of a weight group; z: ranks of a zero1 group
 
@@ -11,10 +11,10 @@ P: parameters of the rank's stage; w: ranks of a weight group; z: ranks of a zer
 In the modes that split features, replace w by t, the size of the tensor group. This is the hybrid
 ZeRO of Rajbhandari et al. 2020 with three independent sizes (Chen et al. 2023, AMSP, arXiv
 2311.00257). A rehearsal (`isp.planner.rehearsal`) gives the activations and attention that a
-micro-batch keeps; the pipeline schedule says how many micro-batches are alive at once. The prefetch
+micro-batch keeps; the pipeline schedule says how many micro-batches are kept at once. The prefetch
 plan and the reductions in flight give the pool. `work` is everything else: recomputed activations,
-gradients of activations, copies for collectives, full weight gradients in flight. Memory of the
-host is counted apart.
+gradients of activations, copies for collectives, full weight gradients in flight. Host memory is
+counted separately.
 """
 
 from __future__ import annotations
@@ -74,9 +74,9 @@ class Memory:
     """Logits of one loss chunk, and the gradients that are computed together with the loss."""
     work: int = 0
     host: int = 0
-    """Bytes in the memory of the host, background-save copies included; not part of `total`."""
+    """Bytes in host memory, the copies of background saves included; not part of `total`."""
     moment: str = ""
-    """The moment of the step that these bytes belong to."""
+    """The moment of the step, in words, such as `the loss`."""
 
     @property
     def total(self) -> int:
@@ -89,17 +89,34 @@ class Memory:
         return self.weights + self.gradients + self.optimizer
 
     def by_owner(self) -> dict[str, int]:
-        """Return the bytes on the device by the owner's name."""
+        """Return the bytes on the device by owner, without `host`."""
         owners = (f.name for f in fields(self) if f.name not in ("host", "moment"))
         return {name: getattr(self, name) for name in owners}
 
 
 def states(case: PlanCase, place: Coordinates) -> Memory:
     """Return the bytes of a rank's weights, gradients and optimizer states."""
+    # Layouts that differ only in recomputation or the batch have the same states.
+    parallel = ParallelConfig(weight=case.parallel.weight, pipeline=case.parallel.pipeline)
+    plain = replace(
+        case,
+        model=bare(case.model),
+        parallel=parallel,
+        rows=1,
+        tokens=1,
+        micro_num=1,
+        documents=1,
+    )
+    return _states(plain, place)
+
+
+@lru_cache(maxsize=1024)
+def _states(case: PlanCase, place: Coordinates) -> Memory:
+    """Return `states` of a case in which all that does not matter for them has default values."""
     trained, parts = trained_parameters(case, place), case.topology.zero1
     numbers = sum(p.parameter.numel() for p in local_parameters(case, place))
     padded = sum(_padded(case, p) for p in trained)
-    # A float32 weight is its own master, so a master costs memory only in 16-bit training.
+    # A float32 weight is its own master weight: only 16-bit training has masters in addition.
     master_bytes = case.wide_bytes if case.item_bytes < case.wide_bytes else 0
     weights, on_host = numbers * case.item_bytes, case.optimizer.offload_states
     # The optimizer holds only its zero1 share of each parameter.
@@ -108,7 +125,7 @@ def states(case: PlanCase, place: Coordinates) -> Memory:
         * (master_bytes + case.state_bytes(p.name, p.layout))
         for p in updated_parameters(case, place)
     )
-    # A background save copies all state to the host first.
+    # A background save copies all weights and states to host memory before it writes them.
     copies = weights + kept if case.saves_in_background else 0
     return Memory(
         weights=weights,
@@ -124,13 +141,14 @@ def peak(case: PlanCase) -> Memory:
     Only the ranks of `busiest` are compared.
     """
     found = [m for rank in busiest(case) for m in moments(case, rank)]
+    # Device and host memory may be largest on different ranks, and each has a limit of its own.
     return replace(max(found, key=lambda m: m.total), host=max(m.host for m in found))
 
 
 def busiest(case: PlanCase) -> list[int]:
-    """Return candidates for the rank with the most memory, as global ranks.
+    """Return the global ranks among which the one with the most memory is.
 
-    The first stages keep the most micro-batches; the last has the logits.
+    The first two stages keep the most micro-batches; the last stage has the logits.
     """
     stage, last = case.topology.stage, case.topology.pipeline - 1
     return sorted(rank * stage + case.most_keys for rank in {0, min(1, last), last})
@@ -142,7 +160,7 @@ def memory(case: PlanCase, rank: int) -> Memory:
 
 
 def moments(case: PlanCase, rank: int) -> list[Memory]:
-    """Return the memory of `rank` at each moment of a step that may be its peak."""
+    """Return the memory of `rank` at each moment of a step at which it may be largest."""
     place = case.place(rank)
     flights, reduce_pool = reductions(case, place)
     pool = gather_pool(case, place) + reduce_pool
@@ -160,13 +178,14 @@ def _padded(case: PlanCase, item: ShardedParameter) -> int:
 def _is_scattered(case: PlanCase, item: ShardedParameter) -> bool:
     """Return True if each zero1 rank keeps only its own rows of the summed gradient."""
     parts = case.topology.zero1
-    # Scattering needs one group for both: the replicas that are summed over and the zero1 ranks.
+    # A reduce-scatter sums over replicas and leaves rows to zero1 ranks, so these two groups have
+    # to be the same.
     same = parts == case.topology.weight_data == case.size(item.layout.reduce_over)
     return parts > 1 and same and pads_little(item.layout.local_shape[0], parts)
 
 
 def _owned(shape: tuple[int, ...], parts: int, index: int) -> int:
-    """Return the elements of the `index`-th of `parts` row shards."""
+    """Return the number of elements in the `index`-th of `parts` shards by rows."""
     rows = chunk_range(shape[0], parts, index)
     return len(rows) * prod(shape[1:])
 
@@ -181,13 +200,13 @@ def _moments(
     kept = _kept(case, place)
     waiting = _most_waiting(case, place, kept)
     between = _between_stages(case, place)
-    # The last input that the latest forward sent to the host is still on the device, too. On the
-    # last stage that micro-batch goes backward next, and `_backward` counts it.
+    # The input that the latest forward sent to the host last is still on the device, too. On the
+    # last stage this micro-batch goes backward next, and `_backward` counts that input.
     if place.stage < case.topology.pipeline - 1:
         between += sum(own.on_both for own in kept)
     fixed = replace(fixed, host=fixed.host + _most_on_host(case, place, kept))
     for own, older in zip(kept, waiting, strict=True):
-        # While one chunk goes backward, `older` micro-batches still wait for their own.
+        # `older`: memory of the micro-batches that still wait for their backward.
         base = replace(
             fixed,
             activations=older.activations + own.ends + between + _batch(case),
@@ -195,7 +214,7 @@ def _moments(
         )
         yield from _backward(case, place, base, own, flights)
     if case.on_cpu:
-        # On CPU ranks exchange the parts of a reduce-scatter and sum them themselves.
+        # gloo has no reduce-scatter: ranks exchange the parts and sum them themselves.
         items = (p for p in trained_parameters(case, place) if _is_scattered(case, p))
         received = sum(_padded(case, p) for p in items) * case.wide_bytes
         yield replace(fixed, work=received, moment="the sums over replicas")
@@ -205,7 +224,7 @@ def _moments(
 def _backward(
     case: PlanCase, place: Coordinates, base: Memory, own: _Chunk, flights: Flights
 ) -> Iterator[Memory]:
-    """Yield the moments of the last backward pass through one chunk, in their order."""
+    """Yield the moments of the last backward pass through one chunk, in order."""
 
     def moment(name: str, kept: Saved, work: int, loss: int = 0) -> Memory:
         return replace(
@@ -221,15 +240,15 @@ def _backward(
     if own.head is not None:
         in_loss = rehearsal(case, place).in_loss
         yield moment("the loss", kept, flights[own.head.name].before, in_loss)
-    # From here on the host input of a block is part of its record, as the rehearsal fetched it.
+    # From here on a block's record includes its input from the host, which the rehearsal fetched.
     kept = _sum(own.saved)
     of_blocks = records_of(case, place, own.layers)
     found, taken = _found_again(own.layers), case.between_stages.sent_bytes
     for block, held in zip(reversed(own.layers), reversed(own.saved), strict=True):
-        # Backward frees a block's saved tensors, so memory shrinks from the last layer on.
+        # Backward frees a block's saved tensors, so memory shrinks from the last block on.
         kept = Saved(kept.activations - held.activations, kept.attention - held.attention)
         record = of_blocks[block.name]
-        # Inputs that were recomputed for a segment stay until their block has gone backward.
+        # Inputs recomputed for a segment are kept until the backward of their block.
         again = Saved(found[block.name] * taken)
         work = record.work + flights[block.name].before
         yield moment(f"the backward of {block.name}", _sum([kept, record.saved, again]), work)
@@ -239,26 +258,27 @@ def _backward(
 
 
 class _Chunk(NamedTuple):
-    """Memory that one micro-batch keeps in one chunk of a pipeline rank."""
+    """Blocks of one chunk of a pipeline rank, and the memory that a micro-batch keeps in them."""
 
     table: Block | None
-    """The block before the layers, if this chunk has it."""
+    """The embedding table, if this chunk has it."""
     layers: tuple[Block, ...]
+    """The decoder blocks."""
     head: Block | None
-    """The block after the layers, if this chunk has it."""
+    """The head, if this chunk has it."""
     saved: list[Saved]
-    """Saved memory of each layer."""
+    """Saved memory of each of `layers`."""
     ends: int
     """Bytes that table and head keep, and those that all blocks share."""
 
     @property
     def total(self) -> Saved:
-        """Return the saved memory of all layers and of the ends."""
+        """Return the saved memory of the whole chunk."""
         return _sum([*self.saved, Saved(self.ends)])
 
     @property
     def on_both(self) -> int:
-        """Return the bytes of an offloaded input that are on the device as well: the last one."""
+        """Return the bytes of the last offloaded input, which is on the device as well."""
         return max((saved.host for saved in self.saved), default=0)
 
 
@@ -288,10 +308,10 @@ def _sum(parts: Iterable[Saved]) -> Saved:
 
 
 def _found_again(layers: tuple[Block, ...]) -> dict[str, int]:
-    """Return, for each block, how many recomputed inputs before its own are still there.
+    """Return, for each block, the number of recomputed inputs in memory in addition to its own.
 
-    A segment keeps the input of its first block only; the backward of its last block recomputes the
-    inputs of the others first.
+    A segment keeps the input of its first block only. Before the backward of its last block, the
+    inputs of the others are recomputed; each one is freed after the backward of its block.
     """
     found, number = {}, 0
     for block in layers:
@@ -311,10 +331,10 @@ def _most_on_host(case: PlanCase, place: Coordinates, kept: list[_Chunk]) -> int
 
 
 def _most_waiting(case: PlanCase, place: Coordinates, kept: list[_Chunk]) -> list[Saved]:
-    """Return, for each chunk, the peak that other micro-batches keep while one goes backward.
+    """Return, for each chunk, the most that other micro-batches keep while one goes backward.
 
-    With a split backward, the inputs of linears and the gradients of their outputs wait for the
-    second half. This is planned as the memory that a forward keeps without recomputation.
+    With a split backward, the inputs of linears and the gradients of their outputs are kept until
+    the second half. They are planned as the memory that a forward without recomputation keeps.
     """
     actions = case.order.actions(place.stage, case.few_micro_batches)
     # Micro-batches and chunks whose backward is split.
@@ -329,7 +349,8 @@ def _most_waiting(case: PlanCase, place: Coordinates, kept: list[_Chunk]) -> lis
     )
     waiting = _kept(replace(case, model=plain), place) if halves else ()
     sizes = [own.total for own in (*kept, *waiting)]
-    # Counts of waiting micro-batches by chunk, followed by counts of waiting second halves.
+    # Counts of micro-batches that wait for their backward, by chunk, followed by counts of those
+    # that wait for the second half of it.
     live = [0] * len(sizes)
     most = [Saved() for _ in kept]
     for kind, micro_batch, chunk in actions:
@@ -360,20 +381,20 @@ def _between_stages(case: PlanCase, place: Coordinates) -> int:
     The gradient that came from the next stage counts once more: it stays until the chunk's backward
     ends.
     """
-    ends = case.neighbours(place.stage)
+    ends = case.neighbors(place.stage)
     count = sum(map(sum, ends)) + any(following for _, following in ends)
     return count * case.between_stages.sent_bytes
 
 
 def _update(case: PlanCase, place: Coordinates) -> int:
-    """Return the work bytes of the update: streamed states, or the weights being published."""
+    """Return the work bytes of the update: states on the device, or weights being published."""
     reduced, place = only_weights(case), place._replace(tensor=0)
     return max(_streamed(reduced, place), _published(reduced, place))
 
 
 @lru_cache(maxsize=1024)
 def _streamed(case: PlanCase, place: Coordinates) -> int:
-    """Return the bytes of optimizer states that pass through the device."""
+    """Return the bytes that the update takes for offloaded or narrow states, and for muon."""
     asked = case.optimizer
     if asked.moment_dtype == "float32" and not asked.offload_states and "muon" not in asked.rules:
         return 0
@@ -390,7 +411,10 @@ def _published(case: PlanCase, place: Coordinates) -> int:
 
 
 def _full_gradient(case: PlanCase, place: Coordinates, block: Block) -> int:
-    """Return the bytes of the block's largest weight gradient in modes that do not gather."""
+    """Return the bytes of the block's largest weight gradient; 0 if weights are gathered.
+
+    Gathered weights' gradients are counted as reductions in flight.
+    """
     if case.gathers_weights:
         return 0
     numbers = {item.name: item.parameter.numel() for item in local_parameters(case, place)}
@@ -402,7 +426,7 @@ def _full_gradient(case: PlanCase, place: Coordinates, block: Block) -> int:
 
 
 class _InFlight(NamedTuple):
-    """Bytes of full gradients whose reduction is in flight."""
+    """Bytes of full gradients in flight to their reduction, around a block's backward."""
 
     before: int
     """Bytes at the start of a block's backward."""
@@ -419,14 +443,15 @@ def reductions(case: PlanCase, place: Coordinates) -> tuple[Flights, int]:
     found: dict[str, _InFlight] = {}
     pool_bytes = 0
     receives = case.on_cpu and case.topology.zero1 > 1
-    # Otherwise every gradient is added in place and nothing is in flight.
+    # In other cases every gradient is added in place, and nothing is in flight.
     if case.gathers_weights or receives:
         blocks = _blocks(case, place)[::-1]
         records = records_of(case, place, blocks)
         order = tuple((b.name, tuple(records[b.name].gradients(b))) for b in blocks)
         reduced = replace(case, micro_num=1)
         if case.gathers_weights:
-            few = min(case.micro_num, 4)  # by then the amount in flight repeats
+            # From the fourth micro-batch on, the bytes in flight are the same in each one.
+            few = min(case.micro_num, 4)
             reduced = only_weights(case, micro_num=few)
         if not receives:
             reduced = replace(reduced, topology=replace(reduced.topology, zero1=1))
@@ -438,9 +463,9 @@ def reductions(case: PlanCase, place: Coordinates) -> tuple[Flights, int]:
 def _reduced(
     case: PlanCase, place: Coordinates, order: tuple[tuple[str, tuple[str, ...]], ...]
 ) -> tuple[dict[str, _InFlight], int]:
-    """Return the bytes that reductions hold in the last backward pass, and those of their pool.
+    """Return the bytes in flight around each block of the last backward, and those of the pool.
 
-    `GradientReducer` holds what it sends, `MainGradients` what it receives to add up.
+    `GradientReducer` holds gradients that it sends, `MainGradients` parts that it receives to sum.
     """
     rank, found = DryRank(case, place, Heard()), {}
     uses = Counter(name for _, names in order for name in names)
@@ -449,7 +474,7 @@ def _reduced(
         return rank.reducer.bytes_in_flight + rank.gradients.received_bytes
 
     for number in range(case.micro_num):
-        # Only the last micro-batch is recorded: later launches may still wait for earlier ones.
+        # Earlier micro-batches are run because their reductions may still be in flight in the last.
         last = number == case.micro_num - 1
         if last:
             rank.expect_last(uses)
@@ -464,7 +489,8 @@ def _reduced(
 def gather_pool(case: PlanCase, place: Coordinates) -> int:
     """Return the bytes of the pool that weights are gathered into.
 
-    It has buffers for two units, or for all weights if they stay gathered.
+    It has buffers for the two blocks (or modules) that are gathered at once, or for all weights if
+    they stay gathered.
     """
     if not case.gathers_weights:
         return 0
@@ -475,6 +501,8 @@ def gather_pool(case: PlanCase, place: Coordinates) -> int:
     names = {name for v in uses for name in (v.weight, v.bias) if name is not None}
     # Weights with the same number of elements share buffers.
     kinds = tuple((name, prod(layouts[name].global_shape)) for name in sorted(names))
+    # The pool allocates a buffer if none of its size is free, and keeps it: after a few
+    # micro-batches the largest number is reached.
     actions = case.order.actions(place.stage, case.few_micro_batches)
     reserved = _reserved(chunks, actions, case.parallel.weight.prefetch, kinds)
     a_name = {kind: name for name, kind in kinds}
@@ -507,7 +535,7 @@ def _reserved(
 
 
 def only_weights(case: PlanCase, micro_num: int = 1) -> PlanCase:
-    """Return the case without what does not affect weights, so that more layouts share a result."""
+    """Return `case` without sizes that do not affect weights, so that layouts share results."""
     parallel = case.parallel
     return replace(
         case,

@@ -1,4 +1,4 @@
-"""Predicts the time of a step from a simulation of few micro-batches, extrapolated to all."""
+"""Prediction of a step's time: few micro-batches are simulated and extrapolated to all."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ class Prediction:
     """Predicted times of one step, in seconds, for the rank that takes longest."""
 
     step: float
-    """From the start of a step to that of the next."""
+    """Seconds from the start of a step to the start of the next one."""
     exposed: float
     """Seconds spent waiting for transfers and for slower ranks."""
     bubble: float
     """Seconds a stage waits for other stages."""
     communication: float
-    """Durations of all transfers, summed."""
+    """Sum of the durations of all transfers, in seconds."""
     model_flops: float
-    """FLOPs of a rank by the rule of `ModelConfig.flops`, which leaves out recomputation."""
+    """FLOPs of a rank by `TracedModel.flops`, which leaves out recomputation."""
     tokens: int
     """Tokens of the global batch."""
 
@@ -49,12 +49,12 @@ class Prediction:
 
 
 def predict(case: PlanCase, fabric: Fabric) -> Prediction:
-    """Predict the step of `case` on `fabric`."""
+    """Return the predicted times of a step of `case` on `fabric`."""
     if case.topology.pipeline == 1:
         step, exposed, bubble, busy = _one_stage(case, fabric)
     else:
         step, exposed, bubble, busy = _pipeline(case, fabric)
-    # Stragglers slow down computing only, not the time that is spent waiting anyway.
+    # Slow ranks lengthen compute only: the time in which a rank waits does not grow with it.
     straggling = fabric.straggling_over(case.topology.world_size) * (step - exposed - bubble)
     documents = case.rows * case.documents * case.micro_num
     lengths = [case.tokens // case.documents] * documents
@@ -77,6 +77,7 @@ def _one_stage(case: PlanCase, fabric: Fabric) -> tuple[float, float, float, flo
     few = min(case.micro_num, 4)
     walked = walk(case, fabric, 0, few)
     step, exposed = walked.working + walked.tail, walked.waiting
+    # The first micro-batches fill the prefetch and the last one ends it: the third is typical.
     third = [(took, waited) for a, took, waited in walked.actions if a.micro_batch == 2]
     more = case.micro_num - few
     step += more * sum(took for took, _ in third)
@@ -92,7 +93,7 @@ def _pipeline(case: PlanCase, fabric: Fabric) -> tuple[float, float, float, floa
     few, period = case.few_micro_batches, case.topology.pipeline
     order, walks = case.order, _walks(case, fabric, few)
     costs = {
-        # The typical duration of each action gives the timeline of all stages.
+        # The timeline of all stages is made of the median duration of each action.
         (order.stages_of(rank)[chunk], kind): _typical(walked, chunk, kind)
         for rank, walked in enumerate(walks)
         for chunk in range(case.parallel.pipeline.num_chunks)
@@ -100,7 +101,7 @@ def _pipeline(case: PlanCase, fabric: Fabric) -> tuple[float, float, float, floa
     }
     halves = _weight_gradients(case, fabric)
 
-    # A split backward puts its weight gradients off, into an action of its own.
+    # A split backward postpones its weight gradients to an action of its own.
     def cost(stage: int, kind: ActionKind) -> float:
         if kind is ActionKind.WEIGHT_GRADIENT:
             return halves[stage]
@@ -110,7 +111,7 @@ def _pipeline(case: PlanCase, fabric: Fabric) -> tuple[float, float, float, floa
     end, times = timeline(order, few, cost, send=send).end, (case.micro_num - few) / period
 
     def whole(short: float, longer: float) -> float:
-        """Extrapolate from a short and a one period longer step, [Note: Long steps]."""
+        """Extrapolate from a short step and one that is a period longer: [Note: Long steps]."""
         return short + times * (longer - short)
 
     longer_walks = walks
@@ -118,8 +119,10 @@ def _pipeline(case: PlanCase, fabric: Fabric) -> tuple[float, float, float, floa
         end = whole(end, timeline(order, few + period, cost, send=send).end)
         longer_walks = _walks(case, fabric, few + period)
     if case.keeps_gathered:
-        # The first forwards also gather the weights for all later ones, one stage after another.
+        # The first forward of each stage gathers the weights for the whole step, and the stages do
+        # so one after another.
         end += sum(map(_first_beyond_typical, walks))
+    # The slowest rank decides: the bubble is what it waits beyond its own work.
     pairs = list(zip(walks, longer_walks, strict=True))
     work = max(whole(short.working, longer.working) for short, longer in pairs)
     exposed = max(whole(short.waiting, longer.waiting) for short, longer in pairs)
@@ -148,22 +151,22 @@ def _typical(walked: Walked, chunk: int, kind: ActionKind) -> float:
 
 
 def _first_beyond_typical(walked: Walked) -> float:
-    """Return by how many seconds a rank's first forwards exceed the typical forward.
+    """Return by how many seconds a rank's first forwards exceed the median forward.
 
-    They gather the weights for the whole step, and the first micro-batch passes through the stages
-    one after the other, so these seconds add up over ranks.
+    They gather the weights for the whole step. The first micro-batch passes through the stages one
+    after another, so these seconds add up over ranks.
     """
     firsts = {a.chunk: took for a, took, _ in reversed(walked.actions) if a.kind is _FORWARD}
     return sum(took - _typical(walked, chunk, _FORWARD) for chunk, took in firsts.items())
 
 
 def _weight_gradients(case: PlanCase, fabric: Fabric) -> dict[int, float]:
-    """Return the seconds of each stage's weight gradients, which a split backward puts off."""
+    """Return the seconds of each stage's weight gradients, which a split backward postpones."""
     costs, place = Costs(case, case.place(0), fabric.device, fabric.host), case.place(0)
 
     def seconds(rank: int, blocks: tuple[Block, ...]) -> float:
         found = records_of(case, place._replace(stage=rank), blocks)
-        products = (p for block in blocks for p in _put_off(block, found[block.name]))
+        products = (p for block in blocks for p in _postponed(block, found[block.name]))
         return sum(map(costs.compute, products))
 
     return {
@@ -175,10 +178,11 @@ def _weight_gradients(case: PlanCase, fabric: Fabric) -> dict[int, float]:
     }
 
 
-def _put_off(block: Block, record: BlockRecord) -> Iterator[Compute]:
-    """Yield the products whose weight gradient is put off.
+def _postponed(block: Block, record: BlockRecord) -> Iterator[Compute]:
+    """Yield the products whose weight gradient a split backward postpones.
 
-    A layer that computes its gradient in parts cannot put it off.
+    A layer that computes its weight gradient in parts cannot postpone it; such a layer is told by
+    its use, which is not in the recompute (`Use.in_recompute`).
     """
     waits = True
     for event in record.forward:

@@ -1,7 +1,7 @@
-"""One rank of a layout on the meta device: runtime classes over channels that only log transfers.
+"""One rank of a layout on the meta device, with channels that only log transfers.
 
-`gather`, `GradientReducer`, `MainGradients` and `Publisher` are the runtime's own, so a plan sends
-exactly the transfers of a run.
+`gather`, `GradientReducer`, `MainGradients` and `Publisher` are the runtime's own classes, so a
+plan counts exactly the transfers of a run.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from dataclasses import replace
 from functools import cached_property
 
 import torch
+from torch import Tensor
 
 from isp.core.comm.channel import DryChannel, Listener
 from isp.core.comm.tag import Purpose, Tag, Transfer
@@ -32,7 +33,7 @@ _OF_WEIGHTS = (Axis.WEIGHT, Axis.EXPERT_WEIGHT)
 
 
 class Heard(list[Transfer]):
-    """A listener that collects the transfers it hears of."""
+    """A list of the transfers that a `DryRank` would send, in order; a `Listener`."""
 
     def launched(self, transfer: Transfer) -> Callable[[], object]:
         """Append a transfer; its wait does nothing."""
@@ -41,7 +42,7 @@ class Heard(list[Transfer]):
 
 
 class DryRank:
-    """The rank at `place`, without memory; `listener` hears of each transfer it would send."""
+    """The rank at `place`, without memory; it reports each transfer that it sends to `listener`."""
 
     def __init__(self, case: PlanCase, place: Coordinates, listener: Listener) -> None:
         self.case, self._place = case, place
@@ -59,6 +60,9 @@ class DryRank:
         }
         self.pool = MemoryPool()
         """Pool of the buffers that gradients are reduced into."""
+        # By name, since a step asks for the same parameters in every micro-batch.
+        self._gathered: dict[str, ShardedParameter] = {}
+        self._full: dict[str, Tensor] = {}
 
     def __getitem__(self, axis: Axis) -> DryChannel:
         """Return the channel along `axis`."""
@@ -66,14 +70,14 @@ class DryRank:
 
     @cached_property
     def gradients(self) -> MainGradients:
-        """Main gradients without hooks on autograd; `deliver` fills them."""
+        """Main gradients, which `deliver` fills: there is no backward, so hooks are removed."""
         gradients = MainGradients(self.trained, self, rows_of=self[Axis.ZERO1])
-        gradients.close()  # no hooks: nothing goes backward here
+        gradients.close()
         return gradients
 
     @cached_property
     def optimizer(self) -> Zero1Optimizer:
-        """The optimizer, which updates each parameter on its own."""
+        """The optimizer, which has each parameter apart, as fused ones are updated apart."""
         updated = updated_parameters(self.case, self._place)
         gradients = MainGradients(updated, self, rows_of=self[Axis.ZERO1])
         gradients.close()
@@ -106,15 +110,21 @@ class DryRank:
         return reducer
 
     def travels(self, name: str) -> ShardedParameter:
-        """Return parameter `name` with the layout it is gathered in.
+        """Return parameter `name` with the layout in which it is gathered.
 
-        A spread expert is gathered within this rank's group only.
+        The experts of this rank's expert group are gathered within that group only.
         """
-        item = self.parameters[name]
-        return replace(item, layout=item.layout.of_group)
+        found = self._gathered.get(name)
+        if found is None:
+            item = self.parameters[name]
+            found = self._gathered[name] = replace(item, layout=item.layout.of_group)
+        return found
 
     def deliver(self, name: str, *, last: bool) -> None:
-        """Take a gradient of parameter `name`, as in backward; `last`: of the step's last pass."""
+        """Take a gradient of parameter `name`, as backward does.
+
+        `last`: it is one of the last backward pass, after which buckets may be reduced.
+        """
         if self.case.gathers_weights:
             self._reduce(name)
             if not self.case.parallel.weight.overlap:
@@ -127,14 +137,17 @@ class DryRank:
     def _reduce(self, name: str) -> None:
         """Launch the reduction of a parameter's full gradient."""
         sharded = self.travels(name)
-        dtype = sharded.parameter.dtype
-        full = torch.empty(sharded.layout.global_shape, dtype=dtype, device=META)
+        full = self._full.get(name)
+        if full is None:
+            shape, dtype = sharded.layout.global_shape, sharded.parameter.dtype
+            full = self._full[name] = torch.empty(shape, dtype=dtype, device=META)
         self.reducer.add(sharded, full)
 
     def expect_last(self, uses: Mapping[str, int]) -> None:
-        """Let buckets be reduced as soon as each parameter has as many gradients as `uses` says.
+        """Begin the last backward pass, in which each parameter gets `uses` gradients.
 
-        Parameters without a use get theirs from autograd, and count as complete at once.
+        A bucket is reduced once its parameters have theirs. Parameters without a declared use get
+        gradients from autograd, and count as complete at once.
         """
         self._uses = Counter(uses)
         self.gradients.expect_last()
@@ -164,6 +177,7 @@ class DryRank:
         self[Axis.EMBEDDING].all_reduce_(gradient, tag=Tag(Purpose.REPLICA_GRADIENT, name))
 
     def _channel(self, axis: Axis, name: str) -> DryChannel:
+        """Return a channel along `axis` called `name`."""
         # Where the backend has no reduce-scatter, ranks exchange parts and sum them themselves.
         return DryChannel(
             name,

@@ -35,27 +35,27 @@ __all__ = [
 
 
 class Launch(NamedTuple):
-    """Launch of a transfer."""
+    """Event: a transfer is launched."""
 
     transfer: Transfer
 
 
 class Arrive(NamedTuple):
-    """Wait for a transfer, which then has arrived."""
+    """Event: a block waits for a transfer that it has launched."""
 
     age: int
-    """Transfers launched on the device since: 0 for the latest."""
+    """Number of transfers on the device that were launched after it: 0 for the latest."""
 
 
 class Reach(NamedTuple):
-    """Start of a use; in backward only if the layer's input needs a gradient."""
+    """Event: a use begins; in backward only if the layer's input needs a gradient."""
 
     use: int
     phase: Phase
 
 
 class Read(NamedTuple):
-    """Read of a use's weight."""
+    """Event: a use reads its weight, which has to be gathered by then."""
 
     use: int
     phase: Phase
@@ -71,14 +71,14 @@ class Work(Enum):
 
 
 class Compute(NamedTuple):
-    """A computation; in backward it covers the gradients of all its inputs."""
+    """Event: a computation; in backward the gradients of all its inputs together."""
 
     kind: Work
     amount: float
 
 
 class GradientReady(NamedTuple):
-    """The gradient of a use's weight or bias is ready."""
+    """Event: the gradient of a use's weight or bias is ready to be reduced."""
 
     use: int
     is_bias: bool
@@ -93,7 +93,7 @@ class Saved(NamedTuple):
     activations: int = 0
     attention: int = 0
     host: int = 0
-    """Bytes in the memory of the host, not part of `total`."""
+    """Bytes in host memory, which are not part of `total`."""
 
     @property
     def total(self) -> int:
@@ -113,7 +113,7 @@ class BlockRecord(NamedTuple):
     """Peak of the bytes in backward beyond `saved`."""
 
     def without_input(self) -> BlockRecord:
-        """Return the record of a recomputed block that neither keeps nor fetches its input."""
+        """Return the record of a recomputed block whose input is recomputed, too: it keeps none."""
         forward, backward = (tuple(e for e in record if not _is_of_input(e)) for record in self[:2])
         return BlockRecord(forward, backward, Saved(), self.work)
 
@@ -127,34 +127,35 @@ class BlockRecord(NamedTuple):
 
     @property
     def again(self) -> Iterator[Event]:
-        """Yield forward's events when it is recomputed to get its output."""
+        """Yield the events of a forward that is run again to get the block's output."""
         for event in self.forward:
             if isinstance(event, Reach | Read):
                 yield event._replace(phase=Phase.RECOMPUTE)
             elif not _is_of_input(event):
-                # The input is offloaded once only, in the first forward.
+                # The input goes to the host once, in the first forward.
                 yield event
 
 
 def _is_of_input(event: Event) -> bool:
-    """Return True for the transfer of a block's input to or from the host."""
+    """Return True for a copy of a block's input to or from the host."""
     return isinstance(event, Launch) and event.transfer.tag.purpose is Purpose.BLOCK_INPUT
 
 
 @dataclass(slots=True)
 class _Kept:
-    """Memory that forward keeps for backward."""
+    """A storage that forward keeps for backward."""
 
     block: int
+    """Index of the block that saved it first."""
     memory: torch.UntypedStorage
     by_attention: bool = False
 
 
 class EventRecorder:
-    """Records the events of a rehearsal, by the block in which they happen.
+    """Records the events of a rehearsal and the memory of each block.
 
-    It also follows memory: what autograd saves in forward, and the peak of what exists in backward.
-    Storages are known by the address of their C++ object, which lives as long as they do.
+    Memory is what autograd saves in forward, and the peak of all that exists in backward. Storages
+    are known by the address of their C++ object (`storage_key`), which is unique while they exist.
     """
 
     def __init__(self) -> None:
@@ -163,41 +164,42 @@ class EventRecorder:
         """True while local attention runs."""
         self._block = 0
         self._ahead = 0
-        """The block that owns memory saved now: from a block's last use on it is the next one."""
+        """The block that memory saved now counts for: after a block's last use, the next block."""
         self._launched = 0
-        """Number of the transfers that blocks have launched."""
-        self._known: set[int] = set()  # storages that exist before and after: weights, token ids
+        """Number of transfers launched so far."""
+        # Keys of storages that exist before and after a micro-batch: weights, token ids.
+        self._known: set[int] = set()
         self._reached: set[tuple[int, int]] = set()
-        """Blocks and uses that forward has reached."""
+        """Uses that forward has reached, as (block, use)."""
         self._kept: dict[int, _Kept] = {}
-        """Memory kept for backward, by storage."""
+        """Memory kept for backward, by the storage's key."""
         self._places: dict[int, tuple[int, int]] = {}
-        """Block and use, by the id of the module whose call starts the use."""
+        """Use, as (block, use), by the id of the module whose call starts it, or of its layer."""
         self._lasts: set[tuple[int, int]] = set()
-        """The use of each block, with the number of the block, whose call is its last."""
+        """The last use of each block, as (block, use)."""
         self._inside: set[int] = set()
-        """Ids of layers that are used inside the call that started another use."""
+        """Ids of layers without a call of their own: they are used in the call of another use."""
         self._events: defaultdict[tuple[int, bool], list[Event]] = defaultdict(list)
-        """Events by block, and True for forward."""
+        """Events by (block, True for forward and False for backward)."""
         self._alive: weakref.WeakValueDictionary[int, torch.UntypedStorage] = (
             weakref.WeakValueDictionary()
         )
-        """Storages that exist in backward: kept ones, and those made since."""
+        """Storages that exist in backward, by key: kept ones, and those made in backward."""
         self._owners: dict[int, int] = {}
-        """The block that kept a storage, by storage."""
+        """The block that kept a storage in forward, by the storage's key."""
         self._peaks: defaultdict[int, int] = defaultdict(int)
         """Peak bytes while a block goes backward, by block."""
-        # Holds delivered gradients, so that their addresses are not reused for other storages.
+        # Delivered gradients are held, so that their addresses are not reused for other storages.
         self._delivered: list[torch.UntypedStorage] = []
         self._looked: int | None = None
-        """The block that went backward when memory was last summed; None if it has grown since."""
+        """The block in backward when memory was last summed; None if tensors were made since."""
         self._offloaded: Counter[int] = Counter()
         """Bytes on the host, by block."""
 
     def follow(self, blocks: Sequence[DeclaredBlock], position: Position) -> None:
         """Install the hooks that record the start of each use of `blocks`.
 
-        `position`: that of the model, which calls hooks where tokens are mixed.
+        `position`: the model's position, which calls hooks where attention or a scan begins.
         """
         for b, block in enumerate(blocks):
             block.module.register_forward_pre_hook(partial(self._enters, b))
@@ -205,11 +207,14 @@ class EventRecorder:
             called: set[int] = set()
             for v, place in enumerate(block.uses):
                 at = place.at
-                if at is None:  # tokens are mixed; backward gets here with the gradient of x
+                # No module is called where tokens are mixed: a hook on x marks the use, and the
+                # gradient of x marks it in backward.
+                if at is None:
                     assert place.layer is None, f"nothing is called at {place.use.name}"
                     self._mixes(place.key, b, v, position)
                     continue
-                if id(at) in called:  # the layer has no call of its own to hook
+                # Several layers in one call, such as fused experts: only the first one has a hook.
+                if id(at) in called:
                     self._places[id(place.layer)] = b, v
                     self._inside.add(id(place.layer))
                     continue
@@ -231,18 +236,18 @@ class EventRecorder:
         position.register_mixing_hook(key, hook)
 
     def forget(self) -> None:
-        """Discard what was recorded so far, as a warm-up."""
+        """Discard what was recorded so far, after a warm-up."""
         for noted in (self._events, self._reached, self._kept, self._offloaded):
             noted.clear()
         self._block = self._ahead = self._launched = 0
 
     def note(self, event: Event) -> None:
-        """Record an event in the block that runs."""
+        """Append an event to the running block's record."""
         self.running.append(event)
 
     @property
     def running(self) -> list[Event]:
-        """Return the events of the block that runs, in its direction."""
+        """Return the running block's events, of forward or of backward."""
         return self._events[self._block, self.phase is Phase.FORWARD]
 
     def launched(self, transfer: Transfer) -> Callable[[], None]:
@@ -276,7 +281,7 @@ class EventRecorder:
         return BlockRecord(forward, backward, saved, work)
 
     def turn(self, num_blocks: int) -> list[Saved]:
-        """Switch from forward to backward: return what each block keeps, and watch memory now."""
+        """Switch to backward and return what each block keeps; from now on peaks are measured."""
         found = self.saved(num_blocks)
         for key, kept in self._kept.items():
             self._alive[key], self._owners[key] = kept.memory, kept.block
@@ -285,7 +290,7 @@ class EventRecorder:
         return found
 
     def made(self, tensors: Iterable[Tensor]) -> None:
-        """Record new tensors, and update the peak of the block that goes backward."""
+        """Record new tensors, and update the peak memory of the block in backward."""
         if self.phase is Phase.FORWARD:
             return
         own, looked = self._block, self._looked
@@ -293,10 +298,11 @@ class EventRecorder:
             memory = x.untyped_storage()
             if storage_key(memory) not in self._known and storage_key(memory) not in self._alive:
                 self._alive[storage_key(memory)] = memory
-                # The address may be that of a storage that is gone, and had an owner.
+                # The address may have been that of a storage that is freed, and had an owner.
                 self._owners.pop(storage_key(memory), None)
                 looked = None
-        if looked == own:  # nothing was made since the last sum, so it cannot have grown
+        # Without a new storage since the last sum, memory cannot have grown: summing is slow.
+        if looked == own:
             return
         self._looked = own
         # Memory that other blocks keep is counted as theirs (`Saved`), not as this block's work.
@@ -307,7 +313,8 @@ class EventRecorder:
         """Stop counting a weight's gradient, which the gradient reduction owns from now on."""
         memory = gradient.untyped_storage()
         self._alive.pop(storage_key(memory), None)
-        self._delivered.append(memory)  # autograd passes it on, and it must not look new
+        # Autograd returns the gradient to further operations, where it must not count as new.
+        self._delivered.append(memory)
         self._known.add(storage_key(memory))
 
     def know(self, tensors: Iterable[Tensor]) -> None:
@@ -315,7 +322,7 @@ class EventRecorder:
         self._known = {*map(memory_of, tensors)}
 
     def at_loss(self, block: int) -> None:
-        """Count memory saved from now on for the loss, as if it were block number `block`."""
+        """Count memory saved from now on for the loss, which has the index `block`."""
         self._ahead = block
 
     def keep(self, x: Tensor) -> Tensor:
@@ -344,7 +351,8 @@ class EventRecorder:
     def _leaves(self, block: int, module: nn.Module, _: Any, y: Any) -> None:
         """Switch to the block as soon as the gradient of its output is there.
 
-        A recomputed block computes before any gradient of its uses.
+        A recomputed block computes its forward again before any of its uses has a gradient, so the
+        hooks on uses come too late.
         """
         y = y[0] if isinstance(y, tuple) else y
         if self.phase is Phase.FORWARD and y.requires_grad:
@@ -353,7 +361,8 @@ class EventRecorder:
     def _begins(self, block: int, use: int, *_: object) -> None:
         """Record the start of a use; a forward pre-hook."""
         if self.phase is Phase.FORWARD:
-            if (block, use) in self._reached:  # a loss may run the layers after the head twice
+            # A loss may run the layers after the head twice; the first run counts.
+            if (block, use) in self._reached:
                 return
             self._reached.add((block, use))
         self._enters(block)
@@ -362,19 +371,20 @@ class EventRecorder:
     def _ends(self, block: int, use: int, _: nn.Module | None, __: Any, y: Tensor) -> None:
         """Switch to the block as soon as the gradient of a use's output y is there; a hook."""
         if self.phase is not Phase.FORWARD or not y.requires_grad:
-            return  # a layer that computes its own gradient runs its parts without autograd
+            # A layer that computes its own gradient runs its parts without autograd: y has no hook.
+            return
         self._ahead = block + ((block, use) in self._lasts)
         y.register_hook(lambda _: self._goes_back(block))
 
     def _goes_back(self, block: int) -> None:
-        """Make `block` the one that goes backward."""
+        """Make `block` the running one, in backward."""
         self._block = block
 
 
 class PeakMemory(TorchDispatchMode):
     """Measures the peak bytes of tensors made in this context, on any device, meta included.
 
-    Bytes are counted after each operation, so memory that one uses internally is not seen.
+    Bytes are counted after each operation, so memory that an operation uses internally is missed.
     """
 
     def __init__(self) -> None:

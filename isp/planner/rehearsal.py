@@ -3,15 +3,9 @@
 The model goes forward and backward once, over channels of the layout's sizes that log transfers. So
 a plan has the layers' own operations in their order, and what autograd saves of them.
 
-Of each kind of block at most two are run. Blocks of a kind declare the same uses, of weights of the
-same shapes.
-
-[Note: Plain loss] The records of the first and last block (table and head) and of the loss come
-from a rehearsal without recomputation. A rehearsal with recomputed layers goes backward from a sum
-instead of the loss, and only its layers' records are used.
-
-[Note: Segments] Each block is rehearsed as if it kept its input. A block that recomputes its input
-does the same, except that it neither keeps nor fetches it.
+At most two blocks of each kind are run: blocks of a kind declare the same uses, of weights of the
+same shapes. Embedding table, head and loss are rehearsed without recomputation, and every block as
+if it kept its input. See [Note: Plain loss] and [Note: Segments] in docs/design/notes/planner.md.
 """
 
 from __future__ import annotations
@@ -63,13 +57,13 @@ class Rehearsal(NamedTuple):
 
     records: dict[BlockKind, BlockRecord]
     shared: int
-    """Bytes that all blocks keep together."""
+    """Bytes that the blocks of a micro-batch keep once, such as tables of rotary positions."""
     loss: int
     """Bytes that the loss keeps."""
     in_loss: int
     """Peak of the bytes that the loss makes, those it keeps included."""
     splits_logits: bool
-    """True if a rank has a part of the logits of all tokens, and so the losses of all tokens."""
+    """True if a rank computes part of the logits, but the losses, of all tokens of the group."""
 
 
 def records_of(
@@ -95,10 +89,10 @@ def record_of_kind(case: PlanCase, place: Coordinates, kind: BlockKind) -> Block
 
 
 def rehearsal(case: PlanCase, place: Coordinates, *, recomputed: bool = False) -> Rehearsal:
-    """Rehearse a micro-batch on the rank at `place`, with all layers recomputed or none.
+    """Rehearse a micro-batch on the rank at `place`, with all blocks recomputed or none.
 
-    If a run recomputes all layers, the rehearsal without is used only for what is not in layers,
-    and its layers are plain. See [Note: Plain loss].
+    If the run recomputes all blocks, only table, head and loss are taken from the rehearsal with
+    `recomputed=False`. See [Note: Plain loss].
     """
     topology, parallel = case.topology, case.parallel
     part = _RankPart(
@@ -131,9 +125,10 @@ def rehearsal(case: PlanCase, place: Coordinates, *, recomputed: bool = False) -
 
 @lru_cache(maxsize=64)
 def _uniform_layers(model: ModelConfig, recomputed: bool) -> ModelConfig:
-    """Return the model with all of its layers recomputed, or none."""
+    """Return `model` with all of its blocks recomputed, or none."""
     if not recomputed and model.checkpoint == 1.0:
-        # Only table, head and loss are taken from this rehearsal: share it with other models.
+        # Only table, head and loss are taken from this rehearsal, and they are the same for all
+        # ways of recomputing blocks: drop the keys of these ways, so that the cache is hit.
         chunk, compiled = model.loss_chunk_tokens, model.compile
         model = replace(bare(model), loss_chunk_tokens=chunk, compile=compiled)
     return replace(
@@ -159,9 +154,9 @@ class _RankPart(NamedTuple):
     exchange: ContextExchange
     scan: SequenceScan
     documents: int
-    """Equal documents in a row."""
+    """Number of documents of equal length in a row."""
     expert: int
-    """Ranks with different experts; tokens are assumed to be spread evenly."""
+    """Number of ranks with different experts; each expert is assumed to get as many tokens."""
     expert_chunks: int
     experts_stay: bool
 
@@ -194,7 +189,7 @@ def _rehearsed(
     recorder, mode, recomputed = EventRecorder(), part.sequence.mode, model.checkpoint > 0
     tensor = part.channel(Axis.TENSOR, recorder)
     own_model = _of_first_and_last(model, dtype, mode, part.experts_stay)
-    # The layers of a run, with weights, host memory and channels replaced by recording ones.
+    # The layers of a run; weights, host memory and channels are replaced by stand-ins that record.
     layers = DryLayers(
         recorder=recorder,
         like_cuda=not on_cpu,
@@ -236,7 +231,9 @@ def _rehearsed(
         layers.communicator.route = products
     recorder.know((*weights, *products.main_gradients, ids))
     with Products(recorder):
-        if whole.learns:  # its first forward keeps more than later ones, so it is not recorded
+        # The first forward of such a model finds out what later ones need not keep, and keeps more
+        # than they do: run it once, and discard its record.
+        if whole.learns:
             _forward(whole, ids, _ends_of(tokens, part.documents))
             recorder.forget()
         with saved_tensors_hooks(recorder.keep, lambda x: x):
@@ -261,15 +258,17 @@ def _rehearsed(
                 recorder.note(over_logits)
         saved = recorder.turn(len(blocks) + 1)
         loss.backward()
-    # Memory that several blocks save counts for the first of them: its surplus over another block
-    # of the same kind is shared.
+    # A storage that several blocks save counts for the first of them. So what the first block of a
+    # kind keeps beyond the second one of that kind is shared by all blocks.
     pairs = ((kinds.index(kind), b) for b, kind in enumerate(kinds))
     first, second = next(((a, b) for a, b in pairs if a < b), (0, 0))
     shared = saved[first].total - saved[second].total
-    # Plain blocks beside recomputed ones (the table, the head) come from the other rehearsal.
+    # With recomputation, the blocks that are not recomputed (table, head) are left out here: their
+    # records are those of the plain rehearsal.
     own_kinds = ((b, kind) for b, kind in enumerate(kinds) if kind[0] == recomputed)
     by_kind = {kind: recorder.record(b, saved[b]) for b, kind in own_kinds}
-    # The loss of whole logits makes their gradient in backward.
+    # A model without a head of its own computes the loss of whole logits, whose gradient is made in
+    # backward, outside of `made`.
     after = logits * max(4, output.itemsize) if headless else 0
     in_loss = made.peak_bytes + rest + after
     return Rehearsal(by_kind, shared, saved[-1].total + rest, in_loss, whole.splits_logits)
@@ -288,12 +287,13 @@ def _of_first_and_last(model: ModelConfig, dtype: str, mode: Mode, stay: bool) -
 
 
 def _first_and_last(kinds: Sequence[BlockKind]) -> Sequence[int]:
-    """Return the positions of the first and the last block of each kind."""
+    """Return the indices of the first and the last block of each kind."""
     last = {kind: b for b, kind in enumerate(kinds)}
     return sorted({*last.values(), *(kinds.index(kind) for kind in last)})
 
 
 def _forward(whole: StageModule, ids: Tensor, cu_seqlens: Tensor | None) -> Tensor:
+    """Run a forward on the meta device; raise ValueError if the model's code reads values."""
     try:
         return whole(ids, ids, cu_seqlens)
     except (NotImplementedError, RuntimeError) as error:
@@ -311,16 +311,16 @@ def _ends_of(tokens: int, documents: int) -> Tensor | None:
 
 
 _PRODUCTS = 3
-"""Products in a loss chunk: logits, dx and dW."""
+"""Matrix products of a loss chunk: the logits, and the gradients of its input and its weight."""
 
 
 def _loss(
     whole: StageModule, output: Tensor, labels: Tensor, chunks: int, recorder: EventRecorder
 ) -> tuple[Tensor, int]:
-    """Return the loss, and the bytes of the gradient of tokens in loss chunks that are not run.
+    """Return the loss of at most four of `chunks` chunks, and the bytes of what is left out.
 
-    [Note: Alike chunks] All loss chunks but the last are equal, so at most four are run, and the
-    events of the second are repeated for those left out.
+    The events of the second chunk are repeated for the chunks that are not run; the bytes are those
+    of the gradient of their tokens. See [Note: Loss chunks] in docs/design/notes/planner.md.
     """
     length, left_out, rest = output.shape[1], max(0, chunks - 4), 0
     if left_out:  # cut the tokens so that exactly four chunks are left
@@ -330,6 +330,7 @@ def _loss(
     loss = whole.loss(output, labels, output.new_empty((), dtype=torch.float64))
     if left_out:
         events = recorder.running
+        # The events of the second chunk begin at its first product and end before the third's.
         is_product = (isinstance(e, Compute) and e.kind is Work.PRODUCT for e in events)
         places = [i for i, found in enumerate(is_product) if found]
         begin, end = places[_PRODUCTS], places[2 * _PRODUCTS]

@@ -53,7 +53,7 @@ def model_of(case: PlanCase) -> str:
 
 
 def largest(memory: Memory) -> str:
-    """Return the total, its moment, and the three owners with the most bytes."""
+    """Return total, moment and the three largest owners of `memory` in one line."""
     owners = sorted(memory.by_owner().items(), key=lambda item: -item[1])[:3]
     most = ", ".join(f"{name} {size_of(size)}" for name, size in owners)
     host = f", and {size_of(memory.host)} of the host" if memory.host else ""
@@ -120,7 +120,7 @@ def _plain(candidate: Candidate) -> dict[str, Any]:
     }
 
 
-# -- pieces of the text ----------------------------------------------------------------------
+# -- parts of the text -----------------------------------------------------------------------
 
 
 def _head(found: Found) -> str:
@@ -138,7 +138,7 @@ def _head(found: Found) -> str:
 def _shown(found: Found, top: int) -> list[Candidate]:
     """Return the fastest layouts, the fastest of each mode, and the configuration's own if it fits.
 
-    Of layouts that differ only in weight and zero1 at most two are shown.
+    At most two layouts are shown of those that differ only in weight and zero1 size.
     """
     shown: list[Candidate] = []
     of_kind: Counter[tuple[object, ...]] = Counter()
@@ -176,7 +176,7 @@ def _verdict(found: Found) -> str:
 
 
 def remedy_of(found: Found) -> str:
-    """Return advice for a search in which nothing fits, from the layout that takes the least."""
+    """Return advice for a search in which nothing fits, by the layout with the least memory."""
     if not found.too_large:
         return "nothing fits: there is no layout at all"
     least = min(found.too_large, key=lambda candidate: candidate.memory.total)
@@ -190,7 +190,7 @@ def remedy_of(found: Found) -> str:
     # Leave 1% in reserve: buffers and the largest weight gradient do not shrink with the tokens.
     fitting = int(0.99 * tokens * (room - states) / (total - states))
     return (
-        f"nothing fits: a sequence takes {size_of(total - states)} of a rank, beside"
+        f"nothing fits: a sequence takes {size_of(total - states)} of a rank, in addition to"
         f" {size_of(states)} of weights, gradients and optimizer: use --data.seq_len of about"
         f" {fitting // 1024 * 1024 or fitting} or less, or more ranks and a larger"
         f" parallel.tensor.size"
@@ -229,7 +229,7 @@ def table_of(
 
 
 def _row_of(candidate: Candidate, mark: str, world_size: int) -> tuple[str, ...]:
-    """Return a row of `_COLUMNS`; the tensor group as heads x context if it is cut so."""
+    """Return a row of `_COLUMNS`; a tensor group with context ranks is shown as heads x context."""
     t, prediction, config = candidate.case.topology, candidate.prediction, candidate.config
     assert prediction is not None
     tensor, weight, recompute = str(t.tensor), "-", "none"
@@ -267,9 +267,9 @@ def _too_large(found: Found) -> str:
 
 
 def _refused(found: Found) -> str:
-    """Return reasons about the model, each once, and modes that the batch leaves without layouts.
+    """Return why layouts were refused: each reason about the model once, and one line on the batch.
 
-    Reasons about the batch exist for each size, so they are summed up in one line.
+    The batch is a reason of its own for each size, so its line names only modes without layouts.
     """
     about_batch = (" sequences a step cannot ", " needs as many micro-batches ")
     about_model = [r for r in found.refused if not any(part in r for part in about_batch)]
@@ -282,14 +282,15 @@ def _refused(found: Found) -> str:
             f"{', '.join(absent)}: no sizes share the sequences of a step evenly over data ranks:"
             f" use more sequences (--batch)"
         )
-    for reason in about_model:  # reasons that differ only in numbers and modes count as one
+    # Reasons that differ only in numbers and modes are shown once.
+    for reason in about_model:
         before_mode = reason.split(":")[0].split(" in ")[0]
         reasons.setdefault("".join(c for c in before_mode if not c.isdigit()), reason)
     return "\n  ".join(["no layouts:", *reasons.values()]) if reasons else ""
 
 
 def newton_schulz_of(case: PlanCase) -> str:
-    """Return the cost of Newton-Schulz on rank 0, in words; "" without muon."""
+    """Return the FLOPs of Newton-Schulz on rank 0 in words; "" without muon."""
     if "muon" not in case.optimizer.rules:
         return ""
     buckets = DryRank(case, case.place(0), Heard()).optimizer.matrices.buckets

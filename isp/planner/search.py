@@ -1,4 +1,4 @@
-"""Search over the layouts of a model: which fit, how fast they are, and why others are refused."""
+"""Search over the layouts of a model: which ones fit, their step times, and why not."""
 
 from __future__ import annotations
 
@@ -35,12 +35,13 @@ __all__ = ["Candidate", "Found", "evaluate", "rows_of", "search"]
 RECOMPUTE = ((0.0, False), (0.5, True), (1.0, True), (0.5, False), (1.0, False))
 """Choices of `model.checkpoint` and `model.checkpoint_keeps_attention`, the cheapest first."""
 WALKED = 24
-"""Layouts whose time is predicted, by the estimate; the best `WALKED_OF_MODE` of each mode, too."""
+"""Number of layouts whose step is simulated: those with the best estimates (`_estimate`)."""
 WALKED_OF_MODE = 4
+"""Number of layouts of each mode whose step is simulated in any case."""
 TRIED_TO_STAY = 4
 """Number of the fastest layouts that are also tried with weights that stay gathered."""
 STAYS_BELOW = 0.99
-"""Keeping weights gathered is chosen if it takes less than this share of a step's time."""
+"""Weights stay gathered if this takes less than this share of the step time without."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +62,7 @@ class Candidate:
 
     @property
     def overrides(self) -> list[str]:
-        """Return the command-line words that choose this layout; layouts are compared by them."""
+        """Return the command-line words that choose this layout; equal layouts have equal words."""
         parallel, model, data = self.config.parallel, self.config.model, self.config.data
         t = self.case.topology
         words: dict[str, object] = {
@@ -106,15 +107,15 @@ class Found:
     """Sequences in a step."""
     fabric: Fabric
     own: Candidate | str
-    """The configuration as it is, or the reason why it is refused."""
+    """The configuration's own layout, or the reason why it is refused."""
     fitting: tuple[Candidate, ...]
     """Layouts whose time was predicted, the fastest first."""
     num_fitting: int
     """Number of all layouts that fit."""
     too_large: tuple[Candidate, ...]
-    """The smallest layout of each mode and tensor size of which none fits."""
+    """For each mode and tensor size without a fitting layout, the layout with the least memory."""
     refused: tuple[str, ...]
-    """Reasons for the sizes that were refused."""
+    """Reasons why sizes were refused, each once."""
 
     def fits(self, candidate: Candidate) -> bool:
         """Return True if a rank has enough memory for `candidate`."""
@@ -169,11 +170,12 @@ def search(
     layouts = list(_layouts(config, world_size, fabric, rows, refused))
     for layout in progress(layouts, "memory of layouts"):
         found = _least_recomputed(layout, world_size, fabric, budget)
-        # An exchange left to `auto` is planned as a gather; a ring takes less memory.
+        # `exchange: auto` is planned as a gather, and as a ring, with less memory, if that is
+        # too large.
         if _may_ring(found) and not budget.fits(found.memory):
             layout = with_exchange(layout, ContextExchange.RING)
             found = _least_recomputed(layout, world_size, fabric, budget)
-        # Experts may also stay on one rank each, and tokens travel to them.
+        # The alternative for experts: each one stays on one rank, and tokens are sent to it.
         others = (
             _least_recomputed(other, world_size, fabric, budget)
             for other in spread_instead(found.case, layout, fits=budget.fits(found.memory))
@@ -184,7 +186,7 @@ def search(
                 fitting.append(one)
             elif group not in smallest or one.memory.total < smallest[group].memory.total:
                 smallest[group] = one
-    # Predicting is slow, so only promising layouts are predicted.
+    # Simulating a step is slow, so only promising layouts are simulated.
     promising = progress(_promising(fitting, fabric), "time of layouts that fit")
     predicted = [replace(c, prediction=predict(c.case, fabric)) for c in promising]
     predicted.sort(key=attrgetter("seconds"))
@@ -192,6 +194,7 @@ def search(
         there = _with_weights_kept(candidate, fabric)
         if budget.fits(there.memory):
             there = replace(there, prediction=predict(there.case, fabric))
+            # Weights that stay gathered take memory, so they have to be clearly faster.
             if there.seconds < STAYS_BELOW * candidate.seconds:
                 kept.append(there)
     # Report a layout that does not fit only for groups without one that fits.
@@ -225,7 +228,7 @@ def _may_ring(candidate: Candidate) -> bool:
 def _layouts(
     config: JobConfig, world_size: int, fabric: Fabric, rows: int, refused: dict[str, None]
 ) -> Iterator[JobConfig]:
-    """Yield all valid layouts; the reasons why others are not are added to `refused`."""
+    """Yield all valid layouts; the reasons why others are invalid are added to `refused`."""
     pipelines = [n for n in divisors(world_size) if n <= min(config.model.num_layers, 32)]
     for mode, tensor, pipeline in product(Mode, divisors(world_size), pipelines):
         if world_size % (tensor * pipeline):
@@ -236,7 +239,7 @@ def _layouts(
         batches = sorted({1, config.data.micro_bsz})
         cuts = _cuts(config, mode, tensor, fabric)
         for two, weight, micro_bsz in product(cuts, weights, batches):
-            # Replicas of a weight shard, which is a feature shard in the other modes.
+            # Number of replicas of a shard: of weights, or of features in modes without gathers.
             replicas = stage // (weight if mode.gathers_weights else tensor)
             for zero1 in _zero1_sizes(replicas, stage // replicas, fabric):
                 try:
@@ -249,10 +252,12 @@ def _layouts(
 
 
 def _cuts(config: JobConfig, mode: Mode, tensor: int, fabric: Fabric) -> Iterator[Sequence2DConfig]:
-    """Yield the ways to cut a tensor group into heads x context, none with more ranks than heads.
+    """Yield the ways to cut a tensor group into head ranks x context ranks.
 
-    If the configuration does not enable context, the group is heads only; with fewer KV heads, also
-    a cut that copies no KV head. Placement of ranks varies only across nodes, where it matters.
+    No way has more head ranks than the model has heads. If the configuration does not enable
+    context ranks, all are head ranks; if they are more than KV heads, a cut that copies no KV head
+    is tried, too. The placement of ranks varies only for groups over several nodes, where it
+    matters.
     """
     two, model = config.parallel.sequence_2D, config.model
     contexts = [1]
@@ -288,13 +293,13 @@ def _with_sizes(
     pipeline: int,
     zero1: int,
 ) -> JobConfig:
-    """Return `config` with these sizes; other pipelines than its own get the 1F1B schedule."""
+    """Return `config` with these sizes; a pipeline of another size gets the 1F1B schedule."""
     config = with_spread_experts(config, 1)
     parallel, stages = config.parallel, config.parallel.pipeline
     if pipeline != stages.size:
         schedule = PipelineSchedule.ONE_F_ONE_B
         stages = replace(stages, size=pipeline, schedule=schedule, num_chunks=1)
-    # The number of micro-batches must suit the pipeline; `_with_batch` sets the final one.
+    # Any number of micro-batches that the pipeline accepts; `_with_batch` sets the final one.
     micro_num = max(config.data.num_micro_batches, 2 * pipeline * stages.num_chunks)
     parallel = replace(
         parallel,
@@ -326,10 +331,10 @@ def _with_batch(config: JobConfig, rows: int, data: int, micro_bsz: int) -> JobC
 def _least_recomputed(
     config: JobConfig, world_size: int, fabric: Fabric, budget: Budget
 ) -> Candidate:
-    """Return the layout with the least recomputation that fits; with all of it if none fits."""
+    """Return `config` with the least recomputation that fits, or with all blocks recomputed."""
 
     def with_recompute(fraction: float, keeps: bool) -> Candidate:
-        # Options that need recomputation would be refused without it.
+        # Options that need recomputation are refused without it, so they are switched off.
         old, splits = config.model, config.parallel.tensor.mode.splits_sequence
         parts = old.checkpoint_distribute_activations and fraction > 0 and not splits
         model = replace(
@@ -357,7 +362,7 @@ def _candidate(config: JobConfig, world_size: int, fabric: Fabric) -> Candidate:
     return Candidate(config, case, peak(case))
 
 
-# -- which are worth predicting --------------------------------------------------------------
+# -- estimates: which layouts to simulate ----------------------------------------------------
 
 
 def _promising(candidates: list[Candidate], fabric: Fabric) -> list[Candidate]:
@@ -371,7 +376,7 @@ def _promising(candidates: list[Candidate], fabric: Fabric) -> list[Candidate]:
 
 
 def _estimate(case: PlanCase, fabric: Fabric) -> float:
-    """Estimate the seconds of a step, with weights and gradients hidden as well as possible."""
+    """Estimate the seconds of a step whose gathers and reductions overlap perfectly."""
     place, stages = case.place(0), case.topology.pipeline
     costs = Costs(case, place, fabric.device, fabric.host)
     kinds: dict[str, BlockKind] = {}
@@ -402,11 +407,15 @@ def _estimate(case: PlanCase, fabric: Fabric) -> float:
 def _block_seconds(
     case: PlanCase, costs: Costs, fabric: Fabric, block: Block, record: BlockRecord
 ) -> float:
-    """Return the seconds of a block's forward and backward; only weights and gradients overlap."""
+    """Return the seconds of a block's forward and backward without gathers and reductions.
+
+    All other transfers count in full, as compute waits for them.
+    """
     seconds = 0.0
     for event in (*record.forward, *record.backward):
         match event:
-            case Launch(transfer) if transfer.kind != TO_HOST:  # offloads hide in forward
+            # Copies to the host overlap with forward, so they do not count.
+            case Launch(transfer) if transfer.kind != TO_HOST:
                 seconds += fabric.seconds(case, transfer)
             case Compute():
                 seconds += costs.compute(event)

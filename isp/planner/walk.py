@@ -1,9 +1,9 @@
-"""Simulates a training step of one rank on a clock: compute, transfers and waiting.
+"""Simulation of one rank's training step on a clock: compute, transfers and waiting.
 
 The records of a rehearsal (`isp.planner.rehearsal`) say what each block does and in which order.
 The runtime's own classes (`isp.planner.rank`) launch the transfers of weights and gradients. This
-file adds the order in which the communicator acts: forward waits for a weight before it requests
-the next ones; backward requests first.
+file adds the order in which `ISPCommunicator` acts: forward waits for a weight before it launches
+the next gathers; backward launches them before it waits.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Walked:
     busy: float
     """Durations of all transfers, summed."""
     sent: Counter[Transfer]
-    """All transfers but those between stages, of batches, and of a tied table's gradient."""
+    """Transfers, except activations between stages, batches, and a tied table's gradient."""
 
     @property
     def working(self) -> float:
@@ -61,7 +61,7 @@ class Walked:
 def walk(case: PlanCase, fabric: Fabric, rank: int, micro_num: int) -> Walked:
     """Simulate the step of `rank` with `micro_num` micro-batches.
 
-    Tensors from other stages are assumed to be there in time; `predict` adds the bubble.
+    Tensors of other stages are assumed to arrive in time; `predict` adds the pipeline bubble.
     """
     return Walk(case, fabric, rank).run(micro_num)
 
@@ -88,7 +88,7 @@ class Clock:
     def launch(
         self, key: Hashable, wire: str, seconds: float, *, after: Hashable | None = None
     ) -> None:
-        """Queue a transfer on its wire; it starts after transfer `after` at the earliest."""
+        """Queue a transfer on its wire; it starts once the transfer `after` has arrived."""
         start = max(self.now, self._wires.get(wire, 0.0), self._arrivals.get(after, 0.0))
         self._wires[wire] = self._arrivals[key] = start + seconds
         self.busy += seconds
@@ -102,11 +102,11 @@ class Clock:
 
 
 Acts = dict[tuple[Phase, int], tuple[WeightOp, ...]]
-"""Acts of the prefetch plan before each use of a block, by phase and use."""
+"""Gathers, waits and frees that the prefetch plan has before each use of a block."""
 
 
 class Walk:
-    """A simulation of one step: the clock, the dry rank, and what is in flight."""
+    """State of a simulated step: the clock, the rank's runtime classes, transfers in flight."""
 
     def __init__(self, case: PlanCase, fabric: Fabric, rank: int) -> None:
         self.case, self.fabric, self.clock = case, fabric, Clock()
@@ -122,19 +122,19 @@ class Walk:
         self._gathers: dict[WeightOp, list[Transfer]] = {}
         self._number = self._launched = 0
         self._published: dict[str | None, Hashable] = {}
-        """The transfer that publishes a weight for this step, by weight."""
+        """By weight, the key of the all-gather that brings its updated rows to this rank."""
         self._reached: tuple[Block, int] | None = None
-        """The use that backward reached last, while the memory passes before it are still due."""
+        """The use that backward reached last; its memory passes are charged at the next use."""
         self._fetched: set[Hashable] = set()
-        """Inputs that were fetched from the host, by action and block."""
+        """Keys (action, block) of block inputs whose copy from the host was launched."""
         self._latest: dict[int, int] = {}
-        """The micro-batch that went forward last in each chunk."""
+        """By chunk, the micro-batch whose forward was the latest."""
         self._last = self._travels = False
-        """This is the last backward of its chunk; gradient buckets may be reduced."""
+        """`_last`: this is the last backward of its chunk. `_travels`: buckets may be reduced."""
         uses = [use for chunk in self.chunks for block in chunk for use in block.uses]
         names = [name for use in uses for name in (use.weight, use.bias)]
         self._uses = Counter(name for name in names if name is not None)
-        """How often each parameter gets a gradient in the last backward passes."""
+        """Number of gradients that each parameter gets in the last backward passes."""
 
     def run(self, micro_num: int) -> Walked:
         """Simulate one step and return its times."""
@@ -160,7 +160,7 @@ class Walk:
         )
 
     def _planned(self, actions: tuple[Action, ...]) -> Iterator[tuple[Span, Acts]]:
-        """Yield each block of each action with the acts of the prefetch plan in it."""
+        """Yield each block of each action with the operations of the prefetch plan in it."""
         if not self.case.gathers_weights:
             yield from ((span, {}) for span in step_spans(self.chunks, actions))
             return
@@ -198,7 +198,8 @@ class Walk:
     def _bring_back(self, span: Span) -> None:
         """Wait for a block's input from the host, and fetch the next one that backward needs.
 
-        The last block's input is still on the device if no other micro-batch went forward since.
+        The last block's input is still on the device if no other micro-batch went forward
+        afterwards.
         """
         chunk, sizes = span.action.chunk, self._host_sizes(span.action.chunk)
         if not sizes[span.block]:
@@ -216,6 +217,7 @@ class Walk:
 
     def _fetch(self, action: Action, block: int, size: int) -> None:
         """Launch the transfer of a block's input from the host, once."""
+        # An input is fetched ahead, by the block whose backward runs before: fetch it only once.
         key = action, block
         if key not in self._fetched:
             self._fetched.add(key)
@@ -226,7 +228,7 @@ class Walk:
         clock = self.clock
         match event:
             case Launch(transfer):
-                # Records count only transfers on the device; host transfers do not shift places.
+                # The age of an `Arrive` counts transfers on the device only.
                 self._launched += transfer.channel != HOST
                 self._launch(("record", self._launched), transfer)
             case Arrive(age):
@@ -244,29 +246,32 @@ class Walk:
                 self.dry.deliver(name, last=self._last)
 
     def _reach(self, block: Block, use: int, phase: Phase, acts: tuple[WeightOp, ...]) -> None:
-        """Replay the start of a use: memory passes before it, and gathers that are due here."""
+        """Replay the start of a use: its memory passes, and the gathers launched here."""
         reads = block.uses[use].weight is not None
         if phase is Phase.BACKWARD:
             self._pass_back((block, use))
         elif reads:
             self.clock.compute(self.costs.before(block, use))
-        # Forward gathers at the read instead, after the wait (see `_read`).
+        # Forward launches gathers at the read instead, after the wait (see `_read`).
         if not reads or (phase is Phase.BACKWARD and self.overlap):
             self._gather(acts)
 
     def _read(self, phase: Phase, acts: tuple[WeightOp, ...]) -> None:
-        """Replay a weight's read: wait for it, and request the next ones in the plan's order."""
+        """Replay a weight's read: wait for it, and launch the gathers of the next ones."""
         if not self.overlap:
             self._gather(acts)
         for act in acts:
             if act.kind is WeightOpKind.WAIT:
                 self.clock.wait(act.weight)
         if self.overlap and phase is not Phase.BACKWARD:
-            # In backward the gathers were requested in `_reach`, before this wait.
+            # In backward the gathers were launched in `_reach`, before this wait.
             self._gather(acts)
 
     def _pass_back(self, use: tuple[Block, int] | None) -> None:
-        """Charge backward's memory passes of the use reached last, once it moves on to `use`."""
+        """Charge the memory passes of the use that backward reached last, if `use` is another.
+
+        In backward they come after the use's product, so they are charged when the use ends.
+        """
         if self._reached is not None and self._reached != use:
             self.clock.compute(2 * self.costs.before(*self._reached))
         self._reached = use
@@ -281,7 +286,7 @@ class Walk:
         return lambda: self.clock.wait(number)
 
     def _launch(self, key: Hashable, transfer: Transfer, after: Hashable | None = None) -> None:
-        """Queue a transfer; its duration depends on kind, channel and size only, so cache it."""
+        """Queue a transfer; durations are cached by kind, channel and size, which decide them."""
         self.sent[transfer] += 1
         like = transfer.kind, transfer.channel, transfer.sent_bytes
         seconds = self._seconds.get(like)
@@ -291,7 +296,7 @@ class Walk:
         self.clock.launch(key, wire, seconds, after=after)
 
     def _gather(self, acts: Iterable[WeightOp]) -> None:
-        """Launch the gathers among `acts`, each after the publication of its weight."""
+        """Launch the gathers among `acts`; each one starts after its weight's rows have arrived."""
         for act in (act for act in acts if act.kind is WeightOpKind.GATHER):
             if act not in self._gathers:
                 self._gathers[act] = self._transfers_of(act.parameters)
@@ -315,8 +320,8 @@ class Walk:
         keys = {item.name: number for number, bucket in buckets for item in bucket.members}
         for block in (block for chunk in self.chunks for block in chunk):
             weights = [use.weight for use in block.uses if use.weight is not None]
-            self._published |= dict.fromkeys(weights, max(keys.get(w, 0) for w in weights))
             # A block's weights may be in several buckets: it waits for the last of them.
+            self._published |= dict.fromkeys(weights, max(keys.get(w, 0) for w in weights))
 
     def _update(self) -> None:
         """Simulate the update: Muon's row exchanges overlap with the updates of other weights."""
@@ -331,6 +336,7 @@ class Walk:
         def others() -> None:
             self.clock.compute(self.costs.update)
 
+        # The same order as in the runtime: exchanges are launched ahead of the products.
         for number in in_turn(len(buckets), lambda i: buckets[i].launch(), others, multiply):
             buckets[number].finish()
 
@@ -339,9 +345,11 @@ class Walk:
         self.dry.reducer.finish()
         self.dry.gradients.reduce()
         self._update()
+        # Losses of all tokens, computed from parts of the logits, are the same on tensor ranks.
         splits_logits = rehearsal(self.case, self.place).splits_logits
         losses = Axis.DATA if splits_logits else Axis.STAGE
-        reached = len(self.case.language_model.trained_names)  # a number of each, and the norm
+        # The world's sum has the squared norm, and a flag of each trained parameter.
+        reached = len(self.case.language_model.trained_names)
         for axis in (Axis.DATA, Axis.WORLD, losses, Axis.PIPELINE):
             self.dry.all_reduce_numbers(axis, (1 + reached,) if axis is Axis.WORLD else ())
         model = self.case.language_model

@@ -1,11 +1,8 @@
-"""Collectives of all ranks on one clock, with the reasons for the time spent waiting.
+"""Collectives of all ranks on one clock, with each wait split by its reasons.
 
-Times are in milliseconds on rank 0's clock since its first recorded step began.
-
-[Note: What a wait was for] The time for which a wait blocked has three parts: until the transfer
-could begin on this rank (it queued after another one on its channel), from then until it could
-begin on the last rank of its group, and the rest, in which it moved. The moving time is the minimum
-over ranks from begin to end, since the last rank to join did not wait for others.
+Times are in milliseconds on rank 0's clock since its first recorded step began. A wait is split
+into time in a queue, time for other ranks to join, and time in which bytes were sent. See
+[Note: What a wait was for] in docs/design/notes/profile.md.
 """
 
 from __future__ import annotations
@@ -33,14 +30,16 @@ __all__ = ["RankTimes", "align", "clock_lead"]
 
 
 _ROUNDS = 21
+"""All-reduces after which clocks are read."""
 
 
 def clock_lead(host: Channel) -> float:
     """Return the seconds by which this rank's `time.perf_counter` is ahead of rank 0's.
 
     A collective over `host`, the channel of all ranks in CPU memory. Ranks on one machine share a
-    clock. Otherwise all ranks read their clocks as they leave an all-reduce, 21 times; the error of
-    the median is the delay with which one rank regularly leaves after another, well below 1 ms.
+    clock. On several machines all ranks read their clocks after each of `_ROUNDS` all-reduces, and
+    the median difference counts. Its error is the time by which one rank regularly leaves an
+    all-reduce after another, well below 1 ms.
     """
     if host.size == 1:
         return 0.0
@@ -58,7 +57,7 @@ def clock_lead(host: Channel) -> float:
 
 
 def _machine() -> int:
-    """Return a number that all processes of one machine share until it reboots."""
+    """Return a number that is the same in all processes of a machine, until it reboots."""
     boot = Path("/proc/sys/kernel/random/boot_id")
     text = boot.read_text() if boot.exists() else socket.gethostname()
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
@@ -69,14 +68,14 @@ class RankTimes:
     """A rank's record on the common clock."""
 
     begins: tuple[float, ...]
-    """Begin of each recorded step, and the end of the last one."""
+    """Start of each recorded step, and the end of the last one."""
     collectives: tuple[Collective, ...]
     """Collectives in order of launch."""
     marks: tuple[Mark, ...]
-    """Where the rank was, in order of time."""
+    """Starts of the model's parts, and uses of weights, in order of time."""
 
     def mark_at(self, moment: float) -> Mark:
-        """Return the mark that was current at `moment`."""
+        """Return the last mark before `moment`: the part of the model that was computed then."""
         index = bisect_right(self.marks, moment, key=lambda mark: mark.at) - 1
         return self.marks[max(0, index)]
 
@@ -117,8 +116,8 @@ def _on_clock(record: RankRecord, zero: float) -> RankTimes:
     found = []
     for transfer in record.transfers:
         launch, end = ms(transfer.launched), ms(transfer.arrived)
-        # On a channel transfers run one after the other: this one starts when the last one ends
-        # that was launched before it. Sends and receives have no such order.
+        # Transfers of a channel run one after another: this one starts when the last one that was
+        # launched before it ends. Sends and receives have no such order.
         start = ms(transfer.began)
         if not transfer.is_between_two:
             ahead = [t for t in under_way[transfer.channel] if t > launch]
@@ -126,7 +125,7 @@ def _on_clock(record: RankRecord, zero: float) -> RankTimes:
             under_way[transfer.channel] = [*ahead, end]
         waited = ms(transfer.wait_began)
         phase = transfer.phase
-        # A gather counts for the phase that waits for it; it is launched ahead, maybe in another.
+        # A gather counts for the phase that waits for it; its launch may be in an earlier phase.
         if transfer.kind == "all_gather" and times.marks:
             phase = times.mark_at(waited).phase
         found.append(_collective(transfer, phase, record.parts, launch, start, end, waited))
@@ -142,7 +141,7 @@ def _collective(
     end: float,
     wait: float,
 ) -> Collective:
-    """Return a transfer as a collective without the other ranks' share, which is found later."""
+    """Return a transfer as a collective; `_with_others` adds what depends on other ranks."""
     purpose, layer, _ = transfer.tag
     named = [part for part in parts if f"{layer}.".startswith(f"{part}.")]
     # Bucketed transfers carry weights of several blocks, so they belong to none.
@@ -171,7 +170,7 @@ def _collective(
 def _matched(
     times: Sequence[RankTimes], groups: Sequence[Mapping[str, Sequence[int]]]
 ) -> dict[tuple[int, int], list[tuple[int, int]]]:
-    """Return, for (rank, index of a collective), the same collective on the other ranks.
+    """Return, by (rank, index of a collective), the same collective on the other ranks.
 
     Ranks of a group launch the same collectives in the same order; two ranks launch sends and
     receives of the same label in the same order. If labels differ because records do not begin at
@@ -186,6 +185,7 @@ def _matched(
             sequences[key].setdefault(rank, []).append(number)
     matched: dict[tuple[int, int], list[tuple[int, int]]] = {}
     for by_rank in sequences.values():
+        # The n-th collective of a group is the same one on all of its ranks.
         for together in zip(*by_rank.values(), strict=False):
             members = list(zip(by_rank, together, strict=True))
             if len({_identity(times[r].collectives[n]) for r, n in members}) == 1:
@@ -195,19 +195,24 @@ def _matched(
 
 
 def _identity(collective: Collective) -> tuple[str, str]:
-    """Return what must be equal in one collective on all ranks; a send matches a receive."""
+    """Return what is equal on all ranks of a collective: kind and label; a send is a receive."""
     return "" if collective.is_between_two else collective.kind, collective.label
 
 
 def _with_others(own: Collective, others: Sequence[Collective]) -> Collective:
-    """Split this rank's wait into waiting for other ranks and moving."""
+    """Return `own` with its wait split into time for other ranks and moving time.
+
+    `others`: the same collective on the other ranks of its group.
+    """
     if not others:
         return own
     wait_end = own.wait_ms + own.exposed_ms
+    # Before `ready` this rank's own queue is the reason for the wait, not the other ranks.
     ready = max(own.wait_ms, own.start_ms)
     came = max(c.launch_ms if c.is_between_two else c.start_ms for c in others)
     moving = min(c.end_ms - c.start_ms for c in (own, *others))
-    if own.is_between_two:  # its start is not known, only the wait for it is observed
+    # The start of a send or receive is not known: only its wait is observed.
+    if own.is_between_two:
         moving = max(0.0, own.end_ms - max(ready, came))
     return dataclasses.replace(
         own, moving_ms=moving, others_ms=_overlap(own.wait_ms, wait_end, ready, came)

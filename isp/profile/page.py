@@ -91,7 +91,7 @@ _STYLE = """
     .stacked td::before { content: attr(data-title); color: var(--quiet); }
   }
 """
-# Shows one figure of `.choices` at a time, and the text of the bar that was pointed at.
+# Shows one figure of `.choices` at a time, and the text of the bar under the mouse.
 _SCRIPT = """
 for (const box of document.querySelectorAll(".choices")) {
   const figures = [...box.querySelectorAll("figure")], menus = [...box.querySelectorAll("select")];
@@ -147,7 +147,7 @@ def listing(text: str) -> str:
 
 
 def table(rows: Table) -> str:
-    """Return a table in a box that scrolls; one with prose is a list where the window is narrow."""
+    """Return a table in a box that scrolls; in narrow windows a table with prose becomes a list."""
     titles, *cells = rows.rows
     prose_from = len(titles) if rows.text_from is None else rows.text_from
 
@@ -195,13 +195,13 @@ _WHY = {
     Cause.FIRST: "as no computation runs before it",
     Cause.LAST: "as no computation runs after it",
     Cause.AT_ONCE: "before the computation can continue",
-    Cause.COULD_HIDE: "by an earlier launch, or more compute beside them",
+    Cause.COULD_HIDE: "by an earlier launch, or more compute that overlaps with them",
     Cause.OTHER_RANKS: "because not all come to a transfer at the same time",
 }
 
 
 def profile_page(profile: Profile) -> str:
-    """Return the page of `profile`; it leads with isp mode if that was measured."""
+    """Return the page of `profile`; isp mode comes first if it was measured."""
     lead = next((mode for mode in profile.modes if mode.mode == "isp"), profile.modes[0])
     modes = [lead, *(mode for mode in profile.modes if mode is not lead)]
     names = ", ".join(mode.mode for mode in profile.modes)
@@ -263,19 +263,18 @@ def _points(profile: Profile, lead: ModeProfile) -> Iterator[str]:
 def _modes_section(profile: Profile) -> str:
     """Return loss, time, bytes, exposed time and memory of each mode."""
     several = len(profile.modes) > 1
-    told = [tables.head(profile), *tables.EXPLANATION.replace("\nonce", " once").split("\n")]
+    texts = [tables.head(profile), *tables.EXPLANATION.replace("\nonce", " once").split("\n")]
     if several:
-        told.append(tables.losses(profile))
+        texts.append(tables.losses(profile))
     title = "The modes side by side" if several else "The mode"
-    return section(title, _texts(*told), table(tables.modes(profile)))
+    return section(title, _texts(*texts), table(tables.modes(profile)))
 
 
 def _plan_section(plan: str) -> str:
     """Return the section with the prefetch plan."""
     text = (
-        "Where each weight is gathered, waited for and freed in a step; “ahead” is the number of"
-        " uses of weights from the gather to the wait. `isp prefetch CONFIG` prints this for any"
-        " configuration."
+        "Where each weight is gathered, waited for and freed in a step. `isp prefetch CONFIG`"
+        " prints this for any configuration."
     )
     return section("The plan of the weights", _texts(text), listing(plan))
 
@@ -288,12 +287,14 @@ def _waits_section(mode: ModeProfile, *, at_most: int) -> str:
     text = (
         "In a step of one rank, the mean over all measured steps and ranks, times in milliseconds."
         " “Moving” is the time from when the transfer could begin on every rank, “times” how often"
-        " it goes in a step."
+        " it is sent in a step."
     )
     titles, *rows = tables.waits(mode, at_most).rows
+    said = set[str]()
+    new = (tables.unsaid(wait.advice, said) for wait in mode.waits)
     advised = (
-        [*row[:-1], f"{row[-1]}: {wait.advice}"]
-        for row, wait in zip(rows, mode.waits, strict=False)
+        [*row[:-1], f"{row[-1]}: {text}" if text else row[-1]]
+        for row, text in zip(rows, new, strict=False)
     )
     return section(title, _texts(text), table(Table([titles, *advised], 0, 3)))
 
@@ -306,7 +307,7 @@ def _timeline_section(modes: Sequence[ModeProfile]) -> str:
     lanes = {lane for _, rank in shown for lane in lanes_of(rank.timeline)}
     text = (
         "Of one rank, from top to bottom. A black line below a transfer leads from its launch to"
-        " the time it could begin, behind others of its lane."
+        " the time it could begin, after others of its lane."
     )
     ranks = map(str, sorted(chosen))
     menus = (
@@ -367,7 +368,9 @@ _TOP = 30
 _AXIS = 44
 """Pixels below the last lane."""
 _WIDTH = 900
+"""Least width of the drawing, in pixels."""
 _WIDEST = 6000
+"""Largest width of the drawing, in pixels."""
 _BAR_WIDTH = 7
 """Mean width in pixels of a collective, where many make the timeline wider than `_WIDTH`."""
 _LETTER = 7.5
@@ -517,6 +520,7 @@ class _Drawing:
 
     def axis(self, length: float, bottom: float) -> Iterator[str]:
         """Yield a line and a number about every 100 pixels, and the name of the axis."""
+        # The smallest of 1, 2, 5, 10 times a power of ten that is at least 100 pixels wide.
         least = 100 / self._scale
         power = 10.0 ** math.floor(math.log10(least))
         step = next(times * power for times in (1, 2, 5, 10) if times * power >= least)
@@ -529,13 +533,13 @@ class _Drawing:
         yield f'<text x="0" y="{bottom + 36}">time since the step began (ms)</text>'
 
     def phases(self, timeline: StepTimeline) -> Iterator[str]:
-        """Yield the names of the phases above their spans; recomputing is a part of backward."""
+        """Yield the names of the phases above their spans; recomputation counts as backward."""
         for phase, group in groupby(timeline.spans, key=lambda span: _phase_family(span.phase)):
             spans = list(group)
             yield self.name(phase, spans[0].begin_ms, spans[-1].end_ms, _TOP - 10)
 
     def name(self, text: str, begin: float, end: float, y: float) -> str:
-        """Return `text` in the middle of a span, or nothing where it has no room."""
+        """Return `text` in the middle of a span, or nothing if it does not fit."""
         if len(text) * _LETTER > (end - begin) * self._scale:
             return ""
         x = self._x((begin + end) / 2)
@@ -560,14 +564,14 @@ class _Drawing:
             yield self.bar(1, c.wait_ms, c.wait_ms + c.exposed_ms, _WAIT, hover)
 
     def bar(self, lane: int, begin: float, end: float, look: _Look, hover: str) -> str:
-        """Return a bar in `lane`, whose text is seen under the mouse or after a tap."""
+        """Return a bar in `lane`; `hover` is shown under the mouse or after a tap."""
         x, y = self._x(begin), _TOP + lane * _LANE
         width = max(0.0, self._x(end) - x)
         place = f'x="{x:.2f}" y="{y}" width="{width:.2f}" height="{0.76 * _LANE:.0f}"'
         return look.rects(place, f"<title>{escape(hover)}</title>")
 
     def _x(self, at: float) -> float:
-        """Return the pixel of a time; what began before the step begins at its edge."""
+        """Return the horizontal position of a time; times before the step are at the left edge."""
         return max(0.0, at - self._zero) * self._scale
 
 

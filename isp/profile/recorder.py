@@ -1,4 +1,4 @@
-"""`Recorder` records what a rank does in some steps; it adds time stamps only, and no waits."""
+"""`Recorder` records what a rank does in some steps, by time stamps: it waits for nothing."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ RegisterHook = Callable[[Callable[..., None]], RemovableHandle]
 
 @dataclass(frozen=True)
 class Mark:
-    """The start of a part of the model in a phase; in seconds of `time.perf_counter`."""
+    """The start of a part of the model, or of a use in it; seconds of `time.perf_counter`."""
 
     at: float
     phase: Phase
     block: str
     site: str = ""
-    """The use of a weight that was reached in the block, such as `wo`; empty at a block's start."""
+    """The use of a weight that begins here, such as `wo`; empty at the start of a block."""
     memory_gib: float = 0.0
     """Memory in use at this moment; read at block starts only."""
 
@@ -56,7 +56,7 @@ class RankRecord:
 
 
 _Moment = tuple[streams.Event | None, Mark]
-"""A mark, with the CUDA event that has its true time; without an event its own time counts."""
+"""A mark and a CUDA event on the stream, whose time replaces the mark's; None on CPU."""
 
 
 @dataclass(eq=False)
@@ -154,7 +154,7 @@ class Recorder:
         return hook
 
     def _reaches(self, name: str) -> Any:
-        """Return a hook that marks the use `name`, whatever it is called with."""
+        """Return a hook that marks the use `name`; it ignores its arguments."""
 
         def hook(*_: object) -> None:
             self._moments.append(self._moment(self.log.phase, self.log.block, site=name))
@@ -162,6 +162,7 @@ class Recorder:
         return hook
 
     def _moment(self, phase: Phase, block: str, *, site: str = "", memory: float = 0.0) -> _Moment:
+        """Return a mark of now, with an event on CUDA."""
         event = None if self._clock is None else self._clock.mark()
         return event, Mark(time.perf_counter(), phase, block, site, memory)
 

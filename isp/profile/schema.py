@@ -1,6 +1,6 @@
 """Contents of `profile.json`: for each mode totals, the timeline of one step, and the worst waits.
 
-Times are in milliseconds. In a timeline they count from the begin of the step on rank 0, with all
+Times are in milliseconds. In a timeline they count from the start of the step on rank 0, with all
 ranks on one clock; a transfer launched in the step before has a negative time. Bytes are what a
 rank has to send to others, by the definition of the collective.
 """
@@ -38,10 +38,10 @@ class Cost(StrEnum):
 
     AHEAD = "ahead"
     """It can be launched ahead of its use, or waited for later: weights, weight gradients, and
-    activations that travel while others are computed."""
+    activations that are sent while others are computed."""
     CHAIN = "chain"
-    """The last computation made its input and the next one needs its result, so nothing of the
-    step can hide it."""
+    """Its input is made by the last computation and its result is needed by the next one, so no
+    compute of the step can overlap with it."""
     OUTSIDE = "outside"
     """Not part of forward and backward: data, metrics, activations between stages."""
 
@@ -69,7 +69,7 @@ _COSTS = {
 
 
 class Edge(StrEnum):
-    """Ends of a step, where no computation is left to overlap with a transfer."""
+    """Start and end of a step, where no compute is left to overlap with a transfer."""
 
     FIRST = "first gather"
     LAST = "last reduce-scatter"
@@ -109,11 +109,11 @@ class Collective:
     kind: str
     """all_gather, reduce_scatter, all_to_all, all_reduce, broadcast, send or recv."""
     channel: str
-    """Mesh axis it goes along, such as `weight`."""
+    """Mesh axis of its group, such as `weight`."""
     label: str
     """Name of the weight or tensor, such as `layers.3.attention.wo.weight`."""
     block: str
-    """Part of the model it belongs to, such as `layers.3`; empty if it belongs to none."""
+    """Part of the model that it is for, such as `layers.3`; empty if it is for none or several."""
     phase: Phase
     """For a gather the phase that needs it; for others the phase that launched it."""
     purpose: Purpose
@@ -127,24 +127,24 @@ class Collective:
     wait_ms: float
     """Time at which the rank began to wait for it."""
     exposed_ms: float
-    """Duration for which that wait blocked."""
+    """Time for which that wait blocked."""
     moving_ms: float
-    """Duration once it could begin on every rank: the minimum over the ranks of its group."""
+    """Duration after it could begin on every rank: the minimum over the ranks of its group."""
     others_ms: float
     """Part of `exposed_ms` in which another rank had not joined yet."""
     queue_ms: float
     """Part of `exposed_ms` in which it queued after another transfer on its channel."""
     edge: Edge | None = None
-    """The end of the step it is at, where exposure is expected; None elsewhere."""
+    """The edge of the step at which it is, where exposure is expected; None elsewhere."""
 
     @property
     def cost(self) -> Cost:
-        """How its cost can be hidden."""
+        """How the cost of this collective can be hidden."""
         return Cost.of(self.purpose)
 
     @property
     def cause(self) -> Cause:
-        """Cause of the wait apart from the wait for other ranks."""
+        """Cause of the part of the wait in which other ranks were not waited for."""
         if self.edge is not None:
             return Cause.FIRST if self.edge is Edge.FIRST else Cause.LAST
         return Cause.COULD_HIDE if self.cost is Cost.AHEAD else Cause.AT_ONCE
@@ -157,7 +157,7 @@ class Collective:
 
 @dataclass(frozen=True, kw_only=True)
 class ComputeSpan:
-    """Part of a step in which one part of the model was computed, waits included."""
+    """Interval of a step in which one part of the model was computed, waits included."""
 
     block: str
     """`embedding`, `layers.0`, ..., `norm`, `head`; the phase if no part is known."""
@@ -168,7 +168,7 @@ class ComputeSpan:
 
 @dataclass(frozen=True, kw_only=True)
 class MemorySample:
-    """Memory at one moment: allocated by tensors on CUDA, of the whole process on CPU."""
+    """Memory at one moment: of tensors on CUDA, of the whole process on CPU."""
 
     at_ms: float
     phase: Phase
@@ -262,17 +262,17 @@ class Wait:
     count: float
     """Number of its transfers in a step, e.g. one per micro-batch."""
     sent_bytes: float
-    """Bytes of all these transfers together; times are sums, too."""
+    """Sum over these transfers, like the times below."""
     exposed_ms: float
     moving_ms: float
     others_ms: float
     queue_ms: float
     late_ms: float | None
-    """Delay of its launch against the latest one in time; None if no launch would be in time."""
+    """Milliseconds by which it was launched too late; None if an earlier launch would not help."""
     reason: Reason
     """Reason for most of the wait."""
     advice: str
-    """What would help, as far as the measurement supports it; one sentence."""
+    """What would help, as far as the measurement shows, in one sentence."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -338,7 +338,7 @@ class Profile(Result):
     the weight group."""
     modes: tuple[ModeProfile, ...]
     shared_cores: str = ""
-    """Such as `4 ranks share 2 cores`; empty if each rank has its own device or core."""
+    """Text such as `4 ranks share 2 cores`; empty if each rank has its own device or core."""
     command: str = ""
     """Command line that made the profile; empty without one."""
 

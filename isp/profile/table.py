@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import textwrap
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -18,12 +19,13 @@ __all__ = [
     "losses",
     "modes",
     "sentence",
+    "unsaid",
     "waits",
 ]
 
 _IN = " " * 4
 EXPLANATION = """\
-comm: at least one transfer under way; exposed: compute waited for one, share: of the step
+comm: at least one transfer in flight; exposed: compute waited for one, share: of the step
 bound: what no order of the transfers could hide = first gather + last reduction + chain (needed at
 once) + excess (longer than the compute they overlap), without waiting for other ranks"""
 
@@ -46,7 +48,8 @@ def describe(profile: Profile, *, num_waits: int = 5) -> str:
     """Return the whole profile for a terminal of about 120 columns."""
     parts = [textwrap.fill(head(profile), 112), str(modes(profile)), EXPLANATION]
     parts += [str(kinds(profile)), _sentences(profile)]
-    parts += [_waits(mode, num_waits) for mode in profile.modes]
+    said = set[str]()
+    parts += [_waits(mode, num_waits, said) for mode in profile.modes]
     return "\n\n".join(parts)
 
 
@@ -69,7 +72,7 @@ def sentence(mode: ModeProfile) -> str:
         return f"{mode.mode}: nothing is transferred."
     text = (
         f"{mode.mode}: {s.exposed_share:.0%} of the step is exposed ({s.exposed_ms:.1f} of"
-        f" {s.step_ms:.1f} ms; transfers were under way for {s.comm_ms:.1f} ms)"
+        f" {s.step_ms:.1f} ms; transfers were in flight for {s.comm_ms:.1f} ms)"
     )
     causes = mode.exposed_by_cause
     if not causes:
@@ -135,22 +138,43 @@ def _sentences(profile: Profile) -> str:
     return "\n".join([*several, *(textwrap.fill(sentence(m), 112) for m in profile.modes)])
 
 
-def _waits(mode: ModeProfile, at_most: int) -> str:
-    """Return the table of a mode's waits with the advice below each row."""
+def _waits(mode: ModeProfile, at_most: int, said: set[str]) -> str:
+    """Return the table of a mode's waits with the advice below each row.
+
+    `said`: the advice that is above already, which is not repeated.
+    """
     if not mode.waits:
         return f"{mode.mode}: nothing is waited for"
     title, *rows = str(waits(mode, at_most)).split("\n")
     lines = [f"{mode.mode}, the worst waits of a step", title]
     for row, wait in zip(rows, mode.waits, strict=False):
-        lines += [row, *textwrap.wrap(wait.advice, 112, initial_indent=_IN, subsequent_indent=_IN)]
+        text = unsaid(wait.advice, said)
+        lines += [row, *textwrap.wrap(text, 112, initial_indent=_IN, subsequent_indent=_IN)]
     return "\n".join(lines)
 
 
+def unsaid(advice: str, said: set[str]) -> str:
+    """Return the part of `advice` that is new, and add its remedy to `said`.
+
+    An advice is a remedy, or a fact and a remedy: `it takes 3 ms: 2.0x the tokens would hide it`.
+    Remedies that differ only in numbers are the same.
+    """
+    fact, _, remedy = advice.partition(": ")
+    key = re.sub(r"[\d.]+", "", remedy or fact)
+    if key not in said:
+        said.add(key)
+        return advice
+    # Numbers are those of this row; a fact without any is part of the advice.
+    return fact if re.search(r"\d", fact) else ""
+
+
 def _where(wait: Wait) -> str:
+    """Return phase and part of the model of a wait."""
     return f"{wait.phase} of {wait.block}" if wait.block else wait.phase
 
 
 def _ms(milliseconds: float) -> str:
+    """Return milliseconds with one decimal, for a cell."""
     return f"{milliseconds:.1f}"
 
 

@@ -1,15 +1,8 @@
-"""Totals of a step's collectives, and the least part of them that had to be exposed.
+"""Totals of a step's collectives, and a lower bound of the time that they expose.
 
-[Note: The bound] Four things no order of the transfers can hide:
-  * the first gathers (of the table and of the first linear): they cannot be launched before the
-    weights are published, and only what happens between two steps can overlap with them;
-  * the last reduction of a gradient, and those launched after backward: a reduction is launched
-    when its gradient is ready, and then nothing is left to compute;
-  * the chain: transfers whose input the last computation made and whose result the next one needs;
-  * the excess: the time by which all others, one after the other, exceed the compute of the forward
-    or backward that needs them.
-A transfer counts with its moving time less the time from its launch to its wait, so waiting for
-other ranks is not included.
+No order of the transfers can hide the first gathers, the last reductions, those that are needed at
+once (the chain), and what exceeds the compute (the excess). See [Note: The bound] in
+docs/design/notes/profile.md.
 """
 
 from __future__ import annotations
@@ -48,13 +41,15 @@ _SHORTEST_SPAN = 0.02
 
 
 def step_collectives(times: RankTimes, step: int) -> tuple[Collective, ...]:
-    """Return the collectives that were waited for in recorded step `step`, with edges marked."""
+    """Return the collectives that were waited for in recorded step `step`, with their `edge`."""
     own = [c for c in times.collectives if times.step_of(c) == step]
     edges: dict[int, Edge] = {}
     gathers = [i for i, c in enumerate(own) if _is_first_gather(c, times.begins[step])]
     for i in sorted(gathers, key=lambda i: own[i].wait_ms):
         edges[i] = Edge.FIRST
-        if own[i].block != "embedding":  # a lookup is too short to hide the next gather
+        # The lookup in the table is too short to hide the gather of the first linear, so that
+        # gather is at the edge, too.
+        if own[i].block != "embedding":
             break
     reductions = [i for i, c in enumerate(own) if c.purpose in _REDUCTIONS]
     in_backward = [i for i in reductions if own[i].phase in _BACKWARD]
@@ -64,7 +59,7 @@ def step_collectives(times: RankTimes, step: int) -> tuple[Collective, ...]:
 
 
 def _is_first_gather(collective: Collective, begin: float) -> bool:
-    """Return True for a gather that was launched at the end of the step before."""
+    """Return True for a gather of weights that was launched before the step began."""
     is_weight = collective.purpose in (Purpose.WEIGHT, Purpose.PUBLISHED_WEIGHT)
     return is_weight and collective.launch_ms <= begin
 
@@ -90,14 +85,14 @@ def totals(times: RankTimes, step: int) -> Totals:
 
 
 def _kind(collective: Collective) -> str:
-    """Return the kind of a collective; those of spread experts are kept apart."""
+    """Return the kind of a collective; those of experts are named apart, with their channel."""
     axis = collective.channel.removesuffix("_reduce")
     of_experts = axis in (Axis.EXPERT, Axis.EXPERT_WEIGHT)
     return f"{collective.kind}, {axis}" if of_experts else collective.kind
 
 
 def _sums(own: Sequence[Collective]) -> KindTotals:
-    """Return the sums over some collectives."""
+    """Return the sums over the collectives `own`."""
     return KindTotals(
         num_transfers=len(own),
         sent_bytes=sum(c.sent_bytes for c in own),
@@ -107,7 +102,8 @@ def _sums(own: Sequence[Collective]) -> KindTotals:
 
 
 def _unavoidable(collective: Collective) -> float:
-    """Return the part of the wait that was unavoidable, as an earlier launch was not possible."""
+    """Return the part of the wait that remains with the earliest possible launch."""
+    # What was sent before the wait was hidden; it cannot be exposed for longer than it was.
     hidden = collective.wait_ms - collective.start_ms
     return max(0.0, min(collective.moving_ms - max(0.0, hidden), collective.exposed_ms))
 
@@ -118,7 +114,7 @@ def _excess(
     phases: tuple[Phase, ...],
     times: RankTimes,
 ) -> float:
-    """Return the time by which transfers that can be hidden exceed the compute in `phases`."""
+    """Return the time by which the hideable transfers of `phases` exceed their compute."""
     others = [c for c in own if c.cost is Cost.AHEAD and c.edge is None]
     # A transfer that is waited for in neither forward nor backward counts in backward.
     forward = phases is _FORWARD
@@ -131,7 +127,7 @@ def _excess(
 
 
 def timeline(times: RankTimes, step: int, *, number: int, zero: float) -> StepTimeline:
-    """Return recorded step `step` as a timeline with number `number`, in time since `zero`."""
+    """Return recorded step `step` as the timeline of step `number`, in time since `zero`."""
     begin, end = times.begins[step], times.begins[step + 1]
     marks = [mark for mark in times.marks if begin <= mark.at < end and mark.memory_gib]
     return StepTimeline(
@@ -161,7 +157,7 @@ def _spans(times: RankTimes, step: int) -> list[ComputeSpan]:
     within = [m for m in times.marks if begin < m.at < end and not m.site]
     first = [times.mark_at(begin)] if times.marks else [Mark(begin, Phase.OTHER, "")]
     spans: list[ComputeSpan] = []
-    # `reached` moves only past spans that are kept, so a skipped one extends the next.
+    # `reached` moves on only after a span that is kept, so a skipped one extends the next.
     reached = begin
     for mark, stop in zip([*first, *within], [*(mark.at for mark in within), end], strict=True):
         if stop - reached < _SHORTEST_SPAN:
@@ -176,7 +172,7 @@ def _spans(times: RankTimes, step: int) -> list[ComputeSpan]:
 
 
 def mean_totals(several: Sequence[Totals]) -> Totals:
-    """Return the mean of each number; a kind that is missing in a rank counts as zero."""
+    """Return the mean of each number; a kind that is missing on a rank counts as zero."""
     kinds = sorted({kind for one in several for kind in one.by_kind})
     absent = KindTotals(num_transfers=0, sent_bytes=0, comm_ms=0.0, exposed_ms=0.0)
     by_kind = {

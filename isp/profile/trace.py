@@ -2,10 +2,8 @@
 
 Each rank is a process with these lanes: phases, parts of the model, blocking waits, one lane per
 channel (more where its transfers overlap) for transfers in flight, and memory. Events that
-torch.profiler recorded in the same step are added as processes of their own.
-
-[Note: Lanes] Viewers drop or distort slices of one lane that overlap without being nested. So a
-transfer that overlaps another one of its channel goes to a further lane.
+torch.profiler recorded in the same step are added as processes of their own. Slices of a lane never
+overlap: [Note: Lanes] in docs/design/notes/profile.md.
 """
 
 from __future__ import annotations
@@ -25,7 +23,9 @@ __all__ = ["chrome_trace", "torch_events", "write_trace"]
 Event = dict[str, Any]
 
 _STEP, _PARTS, _WAITS = 0, 1, 2
+"""Numbers of a rank's first lanes."""
 _FIRST_CHANNEL = 10
+"""Number of the first lane of transfers."""
 _TORCH_PROCESS = 1_000_000
 """First process number for torch.profiler's events."""
 
@@ -61,7 +61,7 @@ def _of_rank(rank: int, title: str, timeline: StepTimeline) -> Iterable[Event]:
 
 
 def _waits(rank: int, collectives: Sequence[Collective]) -> Iterable[Event]:
-    """Yield the waits of one rank, cut so that they do not overlap."""
+    """Yield the waits of one rank, each one cut where it overlaps an earlier one."""
     reached = float("-inf")
     for c in sorted(collectives, key=lambda c: c.wait_ms):
         begin, end = max(c.wait_ms, reached), c.wait_ms + c.exposed_ms
@@ -71,7 +71,7 @@ def _waits(rank: int, collectives: Sequence[Collective]) -> Iterable[Event]:
 
 
 def _channels(rank: int, collectives: Sequence[Collective]) -> Iterable[Event]:
-    """Yield the transfers of one rank, each on the first free lane of its channel."""
+    """Yield the transfers of one rank, each on the first lane of its channel that is free."""
     lanes: list[tuple[str, float]] = []  # channel, and the end of the last slice
     for c in collectives:
         end = max(c.end_ms, c.launch_ms)
@@ -99,14 +99,14 @@ def _facts(c: Collective) -> dict[str, Any]:
 def _slice(
     rank: int, lane: int, name: str, category: str, begin: float, end: float, facts: Event
 ) -> Event:
-    """Return a complete event, in microseconds."""
+    """Return a complete event of a Chrome trace; `begin` and `end` are in milliseconds."""
     times = {"ts": begin * 1e3, "dur": (end - begin) * 1e3}
     place = {"pid": rank, "tid": lane}
     return {"ph": "X", "name": name, "cat": category, **place, **times, "args": facts}
 
 
 def _named(what: str, process: int, lane: int, name: str, index: int) -> Iterable[Event]:
-    """Yield the name and the position of a process or thread."""
+    """Yield the metadata events that name a process or thread and set its position."""
     for key, args in (("name", {"name": name}), ("sort_index", {"sort_index": index})):
         yield {"ph": "M", "name": f"{what}_{key}", "pid": process, "tid": lane, "args": args}
 
@@ -129,7 +129,8 @@ def torch_events(
         number = processes.setdefault(event["pid"], len(processes))
         moved = {**event, "pid": first + number}
         if "id" in moved and event.get("ph") in "sft":
-            moved["id"] = f"{process}.{event['id']}"  # else arrows would connect ranks
+            # Ids of flow events count per rank: without the prefix, arrows would connect ranks.
+            moved["id"] = f"{process}.{event['id']}"
         if "ts" in event and event.get("ph") != "M":
             moved["ts"] = event["ts"] + shift
         if event.get("name") == "process_name":

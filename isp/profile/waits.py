@@ -1,9 +1,7 @@
 """The worst waits of a mode: the reason for each, and what would help.
 
-[Note: What is claimed] A launch point is recommended only if the transfer would have arrived in
-time on the measured timeline: launched there, after what was in flight then, and sharing the wire
-with everything launched meanwhile. A larger micro-batch is recommended only by the factor by which
-the compute between launch and wait would have to grow to hide the transfer.
+A change is recommended only if it would have hidden the transfer on the measured timeline. See
+[Note: What is claimed] in docs/design/notes/profile.md.
 """
 
 from __future__ import annotations
@@ -29,6 +27,7 @@ _SHORTEST = 0.005
 _ENOUGH = 0.95
 """Share of a tensor's waits that a change must hide to be recommended."""
 _BACKWARD = (Phase.RECOMPUTE, Phase.BACKWARD)
+"""Phases that gather weights again."""
 _OF_SEQUENCE = {
     Purpose.HEADS: "attention needs it at once: only parallel.tensor.size changes that",
     Purpose.EXPERTS: (
@@ -55,9 +54,9 @@ class _Occurrence(NamedTuple):
     rank: int
     collective: Collective
     step: tuple[Collective, ...]
-    """All collectives of that step."""
+    """All collectives of that step on that rank."""
     sites: list[Mark]
-    """Uses of weights in that step's forward."""
+    """Marks of the uses of weights in that step's forward."""
 
 
 def worst_waits(
@@ -81,7 +80,7 @@ def worst_waits(
 
 
 class _Waits:
-    """All waits for one tensor, from which reason and advice follow."""
+    """All waits for one tensor; finds their main reason and the advice."""
 
     def __init__(self, several: list[_Occurrence], parallel: ParallelConfig) -> None:
         self.several = several
@@ -109,7 +108,7 @@ class _Waits:
 
     def _reason(self, longest: Collective) -> tuple[Reason, str]:
         """Return the reason, and the advice in one sentence."""
-        # The order matters: what a setting can hide comes before what only explains the wait.
+        # The order matters: a setting that hides the wait comes before mere explanations.
         if longest.edge is None and (change := self._change()) is not None:
             late = f"launched {longest.exposed_ms:.1f} ms too late"
             return Reason.LATE, f"{late}: {change} would hide it"
@@ -136,7 +135,7 @@ class _Waits:
             waited[one.rank] += one.collective.others_ms
         rank = min(waited, key=lambda r: waited[r])
         text = f"{sum(waited.values()) / len(self.own):.1f} ms for the last rank to join"
-        # The rank that comes last waits for no other.
+        # The rank that joins last waits for no other.
         is_last = waited[rank] < max(waited.values()) / 10
         return f"{text}, usually rank {rank}" if is_last else text
 
@@ -153,9 +152,9 @@ class _Waits:
         return _OF_SEQUENCE.get(collective.purpose, default)
 
     def _of_queue(self) -> str:
-        """Return the transfer it queued after, with the setting that would avoid it, if any."""
+        """Return the transfer after which it queued, and a setting that would avoid this."""
         ahead: defaultdict[str, float] = defaultdict(float)
-        behind_reduction = False
+        after_reduction = False
         for _, own, step, _ in self.several:
             # The transfer before it on the channel ends when this one starts.
             on_channel = (c for c in step if c.channel == own.channel)
@@ -163,31 +162,32 @@ class _Waits:
             if before is not None:
                 ahead[f"{before.kind} of {before.label}"] += own.queue_ms
                 kinds = before.kind, own.kind
-                behind_reduction |= kinds == ("reduce_scatter", "all_gather")
+                after_reduction |= kinds == ("reduce_scatter", "all_gather")
         if not ahead:
             return "it queued on its channel"
-        text = f"it queued behind {max(ahead, key=lambda name: ahead[name])}"
-        if behind_reduction and not self.parallel.weight.own_reduce_group:
+        text = f"it queued after {max(ahead, key=lambda name: ahead[name])}"
+        if after_reduction and not self.parallel.weight.own_reduce_group:
             return f"{text}: parallel.weight.own_reduce_group=true would let it overtake"
         return text
 
     def _of_length(self) -> str:
-        """Return how long it takes, compared with the compute beside it, and the remedies."""
+        """Return its duration, the compute that overlaps with it, and the remedies."""
         # From launch to end, without the time that other ranks cost.
         needed = fmean(max(c.moving_ms, c.end_ms - c.launch_ms - c.others_ms) for c in self.own)
-        beside = fmean(map(_compute_beside, self.several))
+        overlapped = fmean(map(_overlapped_compute, self.several))
         text = (
-            f"it takes {needed:.1f} ms, with {beside:.1f} ms of compute between its launch and use"
+            f"it takes {needed:.1f} ms, with {overlapped:.1f} ms of compute between its launch and"
+            f" use"
         )
         first, weight = self.own[0], self.parallel.weight
         if first.purpose in (Purpose.REGATHERED_ACTIVATION, Purpose.INPUT_GRADIENT):
             return f"{text}, and both grow with the tokens"
-        # With hardly any compute beside it, no realistic batch would hide it.
+        # If hardly any compute overlaps with it, no realistic batch would hide it.
         remedies = []
-        if beside >= 0.1 * needed:
+        if overlapped >= 0.1 * needed:
             remedies.append(
-                f"{needed / beside:.1f}x the tokens per micro-batch (data.micro_bsz, data.seq_len)"
-                f" would hide it"
+                f"{needed / overlapped:.1f}x the tokens per micro-batch (data.micro_bsz,"
+                f" data.seq_len) would hide it"
             )
         is_again = first.purpose is Purpose.WEIGHT and first.phase in _BACKWARD
         if is_again and weight.reshard_after_forward:
@@ -197,7 +197,7 @@ class _Waits:
             )
         return f"{text}: {', or '.join(remedies)}" if remedies else text
 
-    # -- what would hide it ------------------------------------------------------------------
+    # -- the setting that would hide it ------------------------------------------------------
 
     def _change(self) -> str | None:
         """Return the setting that would have hidden the wait, if there is one."""
@@ -231,7 +231,7 @@ class _Waits:
         return min(c.exposed_ms, max(0.0, c.wait_ms + c.exposed_ms - _end_from(one, place)))
 
 
-def _compute_beside(one: _Occurrence) -> float:
+def _overlapped_compute(one: _Occurrence) -> float:
     """Return the milliseconds of compute between a collective's launch and its use."""
     c = one.collective
     waits = sum(o.exposed_ms for o in one.step if c.launch_ms <= o.wait_ms < c.wait_ms)
@@ -272,7 +272,7 @@ def _end_from(one: _Occurrence, place: float) -> float:
     c = one.collective
     others_begin = max(c.wait_ms, c.start_ms) + c.others_ms - (c.launch_ms - place)
     with_others = others_begin + c.moving_ms if c.others_ms else place
-    # The whole block is launched there, one transfer after the other.
+    # All weights of the block are gathered from `place` on, one transfer after another.
     together = [
         o
         for o in one.step
@@ -283,8 +283,8 @@ def _end_from(one: _Occurrence, place: float) -> float:
     foreign = [o for o in one.step if id(o) not in mine]
     under_way = [o.end_ms for o in foreign if o.launch_ms <= place < o.end_ms]
     alone = max([place, *under_way]) + sum(o.moving_ms for o in together)
-    # A later start may move the end past further launches, which share the wire: repeat until no
-    # more are found.
+    # A transfer launched before the end shares the link and moves the end, so that further
+    # launches come before it: repeat until no more are found.
     end, meanwhile = alone, -1.0
     while True:
         crossing = sum(o.moving_ms for o in foreign if place < o.launch_ms < end)

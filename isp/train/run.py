@@ -97,7 +97,9 @@ def main(
         places = [RankPlace(*place) for place in exchange(mesh.host, here)]  # a collective
         if world.rank == 0:
             folder.describe(to_yaml(given, redact=True), Environment.of(places).to_json())
-        logger.info("%s\nrun folder  %s", topology.describe(), folder.path)
+        for number, sizes in enumerate(topology.sizes()):
+            logger.info("%-11s %s", "" if number else f"mode {topology.mode}", sizes)
+        logger.info("run folder  %s", folder.path)
         if folder.logs is not None:
             logger.info("logs        %s, on the machine of each rank", folder.logs)
         if start.note:

@@ -139,7 +139,7 @@ class Trainer:
         if self.optimizer.host_bytes:
             mib = f"{self.optimizer.host_bytes / 2**20:,.1f}"
             logger.info("optimizer   %s MiB of states per rank in host memory", mib)
-        logger.info("%s", describe_mfu(traced.flop_rule, name, peak))
+        logger.info("mfu         %s", describe_mfu(name, peak))
 
     def where(self) -> str:
         """Return the step and the phase that this rank is in, in words, for errors about memory."""
@@ -321,6 +321,8 @@ class Trainer:
                     evaluation_ms=milliseconds,
                 )
         logger.info("%s", record.line(self.config.training.steps))
+        if (evaluation := record.evaluation_line()) is not None:
+            logger.info("%s", evaluation)
         outputs.record(record)
         return stopped
 

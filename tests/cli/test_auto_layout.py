@@ -55,7 +55,8 @@ def test_a_run_keeps_its_layout_until_the_ranks_are_others(
     """Catches another layout than the first, one missing in the run's files, or that changes."""
     words = choose(2, "--fabric", "cpu")
     said = capsys.readouterr().err.splitlines()
-    assert [line.split()[0] for line in said[-5:]] == ["layout", "for", "machine", "why", "keys"]
+    choice = ["layout", "for", "machine", "why", "keys"]
+    assert [line.split()[0] for line in said[-7:]] == [*choice, "checking", "starting"]
     config = load_config(job, words)
     (best, *_) = search(load_config(job), 2, load_fabric("cpu")).fitting
     assert to_plain(config)["parallel"] == to_plain(best.config)["parallel"]

@@ -11,7 +11,7 @@ from unittest import mock
 
 import pytest
 
-from isp.cli import main
+from isp.cli import main, output
 from isp.cli.output import show_progress
 from isp.cli.plan_command import gib
 from isp.config import ConfigError, load_config
@@ -166,11 +166,15 @@ def test_what_is_advised_is_not_refused(file: str) -> None:
 def test_progress_stands_in_the_way_of_nothing(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Catches a long computation without progress, and a progress line inside JSON output."""
-    for same, line in ((False, "lengths: 2, one after the other\n"), (True, "")):
+    """Catches a log without progress, and a progress line inside JSON output."""
+    now = iter(range(0, 100, 3))
+    monkeypatch.setattr(output.time, "monotonic", lambda: next(now))
+    lines = "lengths: 0 of 4\nlengths: 1 of 4\nlengths: 3 of 4\n"
+    for same, mixes, shown in ((False, False, lines), (True, True, lines), (True, False, "")):
+        now = iter(range(0, 100, 3))
         monkeypatch.setattr(os.path, "sameopenfile", lambda one, other, same=same: same)
-        assert list(show_progress([3, 4], "lengths")) == [3, 4]
-        assert capsys.readouterr() == ("", line)
+        assert list(show_progress([3, 4, 5, 6], "lengths", mixes=mixes)) == [3, 4, 5, 6]
+        assert capsys.readouterr() == ("", shown)
 
 
 def test_a_run_without_background_saves_has_the_host_to_itself(file: str) -> None:

@@ -19,6 +19,7 @@ from isp.planner import rehearsal as rehearsals
 from isp.planner.case import PlanCase
 from isp.planner.declared import shape_of
 from isp.planner.dry import DryAttention
+from isp.planner.memory import _states as planned_states
 from isp.planner.memory import gather_pool, memory, moments, states
 from isp.planner.record import EventRecorder, PeakMemory
 from isp.planner.rehearsal import records_of, rehearsal
@@ -380,3 +381,19 @@ def test_buffers_of_weights_that_stay_are_those_of_every_layer() -> None:
     block += 3 * MODEL.hidden_size * MODEL.intermediate_size
     assert pools[False, 9] == pools[False, 4]
     assert pools[True, 9] - pools[True, 4] == 5 * 2 * block
+
+
+def test_states_are_planned_once_for_all_recomputation_and_batches() -> None:
+    """Catches a search that adds up the same parameters for each of its layouts."""
+    layout = Layout(tensor=2, weight=2)
+    case = plan_case(layout, MODEL)
+    others = [
+        replace(case, model=replace(case.model, checkpoint=1.0)),
+        replace(case, rows=3, tokens=2 * case.tokens, micro_num=5),
+    ]
+    found, before = states(case, case.place(0)), planned_states.cache_info()
+    assert [states(other, other.place(0)) for other in others] == [found, found]
+    after = planned_states.cache_info()
+    assert (after.hits - before.hits, after.misses) == (2, before.misses)
+    replicated = plan_case(Layout(tensor=2), case.model)
+    assert states(replicated, replicated.place(0)) != found

@@ -23,13 +23,22 @@ def _events(folder: Path) -> list[dict]:
         return json.load(file)["traceEvents"]
 
 
+def _profile_noted(rank, job, options):
+    """Profile on `rank`; return the result and the lines of progress."""
+    notes = []
+    return profile_ranks(load_config(job), options, note=notes.append), notes
+
+
 @pytest.mark.slow
 def test_all_modes_on_two_ranks(tmp_path):
     """Catches a mode that trains on other data, lacks a number, or is not in trace or table."""
     job = write_job(tmp_path)
     options = ProfileOptions(warmup_steps=1, steps=2, command="isp profile job.yaml")
-    done, nothing = run_programs(2, lambda _: profile_ranks(load_config(job), options))
-    assert nothing is None
+    done, nothing = run_programs(2, lambda rank: _profile_noted(rank, job, options))
+    assert nothing == (None, [])
+    done, notes = done
+    assert notes[0] == "profiling mtp (1 of 4 modes): 4 steps"
+    assert len(notes) == 4
     (folder,) = (tmp_path / "out" / "job" / "profile").iterdir()
     assert done[1] == folder
     assert sorted(path.name for path in folder.iterdir()) == ["profile.json", "trace.json.gz"]

@@ -122,7 +122,7 @@ def test_queue():
     gather = transfer("all_gather", WQKV, phase=Phase.BACKWARD, launch=82, end=90, wait=83)
     wait = _wait(grad, gather)
     assert wait.reason is Reason.QUEUE
-    assert "behind reduce_scatter of layers.1.w.weight.grad" in wait.advice
+    assert "after reduce_scatter of layers.1.w.weight.grad" in wait.advice
     assert "own_reduce_group=true" in wait.advice
     own = _wait(grad, gather, weight=WeightConfig(own_reduce_group=True))
     assert "own_reduce_group" not in own.advice

@@ -133,5 +133,5 @@ def test_a_run_goes_on_after_a_bad_batch(tmp_path: Path, monkeypatch: pytest.Mon
     log = (run / "logs/rank_0.log").read_text()
     assert "step 3: the gradient norm is nan, so the weights were left as they are (1 step" in log
     assert "step 5: no token of its batch has a label other than -100 (ignore_index), so the" in log
-    (line,) = [line for line in log.splitlines() if "step: 3/8  loss: nan" in line]
-    assert line.endswith("  skipped")
+    (line,) = [line for line in log.splitlines() if "step=3/8 loss=nan" in line]
+    assert line.endswith(" skipped")

@@ -165,12 +165,16 @@ def test_records_say_where_the_time_went(tmp_path: Path) -> None:
     assert all(r.checkpoint_ms > 0 for r in records if r.checkpoint_ms is not None)
     assert [r.step for r in records if r.eta_seconds is not None] == [2, 3, 4, 5, 6, 7]
     log = (tmp_path / "out/job/latest/logs/rank_0.log").read_text()
-    assert log.count("  eta: 0:") == 6
-    *_, saved, step, bar, end, text = [row for row in rows if row]
-    assert sum(row.startswith("step: ") for row in rows) == 8
+    assert log.count(" eta=0:") == 6
+    start = rows[: next(i for i, row in enumerate(rows) if row.startswith("step="))]
+    assert len([row for row in start if row]) <= 10, "a run starts with few lines"
+    assert max(len(row) for row in rows if row.startswith("step=")) <= 120
+    *_, saved, step, evaluation, bar, end, text = [row for row in rows if row]
+    assert sum(row.startswith("step=") and " lr=" in row for row in rows) == 8
     assert bar.startswith("100%|")
     assert "8/8, loss: " in bar
-    assert [row.split()[0] for row in (saved, step, end)] == ["saved", "step:", "done:"]
+    assert [row.split()[0] for row in (saved, step, end)] == ["saved", "step=8/8", "done:"]
+    assert evaluation.startswith("step=8 val_loss=")
     assert re.match(
         r"generate text: (isp|\S+ -m isp) generate \S+ --prompt .* --temperature 0", text
     )

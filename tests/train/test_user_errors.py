@@ -33,7 +33,7 @@ def test_ctrl_c_saves_and_the_same_command_goes_on(tmp_path: Path) -> None:
     ) as run:
         assert run.stdout is not None
         try:
-            assert any(line.startswith("step: 2/") for line in run.stdout)
+            assert any(line.startswith("step=2") for line in run.stdout)
             run.send_signal(signal.SIGINT)
             out, err = run.communicate(timeout=100)
         finally:

@@ -255,7 +255,7 @@ class Topology:
         return lines
 
     def describe(self) -> str:
-        """Return sizes and groups as text, for the log at the start of a run."""
+        """Return sizes and groups as text, as `isp topology` prints them."""
         shown = [Axis.TENSOR, Axis.DATA, Axis.PIPELINE]
         if self.context > 1:
             shown[1:1] = [Axis.HEAD, Axis.CONTEXT]

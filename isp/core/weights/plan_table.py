@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import groupby, islice
 from typing import NamedTuple
 
@@ -14,26 +15,30 @@ from isp.core.weights.uses import Action, Block, Chunks, Site, step_spans
 
 __all__ = ["grid"]
 
-_HEADER = (
-    *("action", "phase", "block", "use", "wait"),
-    *("ahead", "gather", "free", "blocks", "weights"),
-)
-_NUMERIC = {"ahead", "blocks", "weights"}
+_HEADER = ("action", "phase", "block", "use", "ahead", "gather", "free", "held")
+_NUMERIC = {"ahead", "held"}
+_GATHER = _HEADER.index("gather")
+_WIDTH = 100
+"""Columns of the table; the names of weights to gather are wrapped to fit."""
+_LEGEND = """\
+ahead   number of uses from a weight's all-gather to the wait for it; empty: no wait
+gather  all-gathers that are launched at this use, for a later one
+free    buffers that are freed at this use; own: those of its own weights
+held    blocks and weights that are gathered or in flight during the use"""
 
 
 def grid(
     plan: PrefetchPlan, chunks: Chunks, actions: tuple[Action, ...], *, compact: bool = True
 ) -> str:
-    """Return the table of `plan`, and a line with its totals.
+    """Return the table of `plan` with a legend and its totals.
 
-    Column `ahead` is the number of uses from the gather to the wait; `blocks` and `weights` count
-    what is gathered or in flight during the use. `compact` shows only the first of several blocks
-    or actions with the same operations. Raises AssertionError if the plan is wrong.
+    `compact` shows only the first of several blocks or actions that do the same. Names of blocks
+    and uses are shortened where they stay distinct. Raises AssertionError if the plan is wrong.
     """
     result = simulate(plan, chunks, actions)
     table = _Table(chunks, result)
     steps = zip(plan.entries, result.occupancy, strict=True)
-    lines: list[tuple[str, ...]] = [_HEADER, table.start(plan.start)]
+    lines: list[tuple[str, ...]] = [_HEADER]
     shown: set[object] = set()
     hidden: list[str] = []  # consecutive actions with the operations of an action shown before
     for action, spans in groupby(step_spans(chunks, actions), key=lambda span: span.action):
@@ -47,7 +52,9 @@ def grid(
         shown.add(does)
         lines += [*_note(hidden), *(_collapsed(blocks) if compact else _cells(blocks))]
         hidden = []
-    return "\n".join([*_aligned([*lines, *_note(hidden)]), "", _totals(result)])
+    rows = [*_aligned([*lines, *_note(hidden)])]
+    start = f"start: gathers {table.started(plan.start)}"
+    return "\n".join([start, *rows, "", _LEGEND, "", _totals(result)])
 
 
 class _Line(NamedTuple):
@@ -73,13 +80,18 @@ class _Table:
                     if use.weight is not None and use.weight not in self.homes:
                         self.homes[use.weight] = Site(Phase.FORWARD, c, b, v)
                         self.sizes[c, b] += 1
+        every = [block for chunk in chunks for block in chunk]
+        self.blocks = _short([block.name for block in every], _without_root)
+        self.uses = {
+            block.name: _short(
+                [use.name for use in block.uses], lambda name: name.rsplit(".", 1)[-1]
+            )
+            for block in every
+        }
 
-    def start(self, acts: Iterable[WeightOp]) -> tuple[str, ...]:
-        """Return the cells of the row for the gathers before the first entry."""
-        weights = [act.weight for act in acts]
-        blocks = len({self.homes[weight][1:3] for weight in weights})
-        names = self.names(weights, None)
-        return ("start", *[""] * 5, names, "", str(blocks), str(len(weights)))
+    def started(self, acts: Iterable[WeightOp]) -> str:
+        """Return the names of the weights that are gathered before the first use."""
+        return self.names([act.weight for act in acts], None) or "nothing"
 
     def line(self, action: Action, step: PlanEntry, here: Occupancy) -> _Line:
         """Return the row of an entry; `here`: what is gathered during its use."""
@@ -91,12 +103,18 @@ class _Table:
         ahead = [next(self.lookaheads).uses for _ in acts[WeightOpKind.WAIT]]
         homes = [(act.kind, self.homes[act.weight]) for act in (*step.before, *step.after)]
         relative = [(kind, home.chunk - c, home.block - b, home.use) for kind, home in homes]
+        use = self.uses[block.name][block.uses[v].name]
+        waited, gathered, freed = (
+            self.names(acts[kind], block)
+            for kind in (WeightOpKind.WAIT, WeightOpKind.GATHER, WeightOpKind.FREE)
+        )
+        numbers = " ".join(map(str, ahead))
         cells = (
-            *(str(action), step.site.phase, block.name, block.uses[v].name),
-            self.names(acts[WeightOpKind.WAIT], block),
-            " ".join(map(str, ahead)),
-            *(self.names(acts[kind], block) for kind in (WeightOpKind.GATHER, WeightOpKind.FREE)),
-            *(str(here.blocks), str(here.weights)),
+            *(str(action), step.site.phase, self.blocks[block.name], use),
+            numbers if waited in ("", use) else f"{numbers} ({waited})",
+            gathered,
+            "own" if freed == use else freed,
+            f"{here.blocks}, {here.weights}",
         )
         return _Line(cells, (step.site.phase, block.uses[v].name, *ahead, *relative))
 
@@ -109,14 +127,28 @@ class _Table:
         for place, group in groupby((self.homes[w] for w in weights), key=lambda home: home[1:3]):
             homes = list(group)
             block = self.chunks[place[0]][place[1]]
-            uses = " ".join(block.uses[home.use].name for home in homes)
+            short = self.uses[block.name]
+            uses = " ".join(short[block.uses[home.use].name] for home in homes)
+            name = self.blocks[block.name]
             if block is here:
                 words.append(uses)
             elif len(homes) < self.sizes[place]:
-                words.append(f"{block.name}: {uses}")
+                words.append(f"{name}: {uses}")
             else:
-                words.append(block.name if len(homes) == 1 else f"all of {block.name}")
+                words.append(name if len(homes) == 1 else f"all of {name}")
         return ", ".join(words)
+
+
+def _without_root(name: str) -> str:
+    """Return a block's name without the module that all blocks are in: `layers.3`."""
+    rest = name.split(".", 1)[-1]
+    return name if rest.isdecimal() else rest
+
+
+def _short(names: Iterable[str], shorten: Callable[[str], str]) -> dict[str, str]:
+    """Return each of `names` with its short form, or with itself if two forms would be equal."""
+    found = {name: shorten(name) for name in names}
+    return found if len({*found.values()}) == len(found) else {name: name for name in found}
 
 
 def _done_by(lines: list[_Line]) -> object:
@@ -151,6 +183,8 @@ def _aligned(rows: list[tuple[str, ...]]) -> Iterator[str]:
     """Yield the rows in columns; cells that repeat the row above are empty."""
     full = [row for row in rows if len(row) > 1]
     widths = [max(map(len, column)) for column in zip(*full, strict=True)]
+    others = sum(widths) - widths[_GATHER] + 2 * (len(widths) - 1)
+    widths[_GATHER] = min(widths[_GATHER], max(_WIDTH - others, len("all of a block")))
     above: tuple[str, ...] = ()
     for row in rows:
         if len(row) == 1:
@@ -161,10 +195,13 @@ def _aligned(rows: list[tuple[str, ...]]) -> Iterator[str]:
             "" if i < 3 and row[: i + 1] == above[: i + 1] else cell for i, cell in enumerate(row)
         ]
         above = row
+        cells[_GATHER], *more = textwrap.wrap(cells[_GATHER], widths[_GATHER]) or [""]
         yield "  ".join(
             f"{cell:>{width}}" if name in _NUMERIC else f"{cell:{width}}"
             for cell, width, name in zip(cells, widths, _HEADER, strict=True)
         ).rstrip()
+        before = sum(widths[:_GATHER]) + 2 * _GATHER
+        yield from (f"{'':{before}}{line}" for line in more)
 
 
 def _totals(result: Simulation) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -72,9 +73,12 @@ def _make_folder(config: JobConfig) -> Path:
         return make_unique(folder.absolute(), run_name())
 
 
-def profile_ranks(config: JobConfig, options: ProfileOptions) -> tuple[Profile, Path] | None:
-    """Profile each mode, on this rank of torchrun's world or in this process alone.
+def profile_ranks(
+    config: JobConfig, options: ProfileOptions, *, note: Callable[[str], None] = lambda _: None
+) -> tuple[Profile, Path] | None:
+    """Profile each mode on this rank of torchrun's world, or in this process alone.
 
+    Rank 0 calls `note` with a line of progress before each mode.
     Returns the profile and its folder on rank 0, None on others. Raises ValueError (or OSError),
     before any process group starts, for mistakes in configuration and data.
     """
@@ -84,7 +88,12 @@ def profile_ranks(config: JobConfig, options: ProfileOptions) -> tuple[Profile, 
     datasets = [open_for_rank(c, t, world.rank) for c, t in zip(configs, topologies, strict=True)]
     found, folder = [], None
     with world, collected_every(1) as give_memory_back:
-        for c, topology, read in zip(configs, topologies, datasets, strict=True):
+        modes = zip(configs, topologies, datasets, strict=True)
+        for number, (c, topology, read) in enumerate(modes, start=1):
+            if world.rank == 0:
+                steps = options.warmup_steps + options.steps + options.with_torch
+                mode = c.parallel.tensor.mode
+                note(f"profiling {mode} ({number} of {len(configs)} modes): {steps} steps")
             mesh = Mesh(topology, world.rank)
             folder = folder or Path(
                 attempt_first(mesh.host, "making a folder", lambda: str(_make_folder(config)))

@@ -32,26 +32,45 @@ def test_the_grid_of_a_small_model() -> None:
     """Catches: a column that shows something else than its head says."""
     chunks = ((EMBEDDING, block("a", ("wqkv", "wo")), block("b", ("wqkv", "wo")), HEAD),)
     assert shown(chunks, sequential_actions(1)) == dedent("""\
-        action  phase     block      use        wait       ahead  gather               free       blocks  weights
-        start                                                     embedding, all of a                  2        3
-        F0      forward   embedding  embedding  embedding      1                       embedding       2        3
-                          a          wqkv       wqkv           2                       wqkv            1        2
-                                     wo         wo             3  all of b             wo              2        3
-                          b          wqkv       wqkv           1                                       1        2
-                                     wo         wo             2  head                                 2        3
-                          head       head       head           1                                       2        3
-        B0      backward  head       head                                              head            2        3
-                          b          wo                           a: wo                wo              2        3
-                                     wqkv                         a: wqkv              wqkv            2        3
-                          a          wo         wo             2                       wo              1        2
-                                     wqkv       wqkv           2                       wqkv            1        1
-                          embedding  embedding                                                         0        0
+        start: gathers embedding, all of a
+        action  phase     block      use        ahead  gather    free  held
+        F0      forward   embedding  embedding      1            own   2, 3
+                          a          wqkv           2            own   1, 2
+                                     wo             3  all of b  own   2, 3
+                          b          wqkv           1                  1, 2
+                                     wo             2  head            2, 3
+                          head       head           1                  2, 3
+        B0      backward  head       head                        own   2, 3
+                          b          wo                a: wo     own   2, 3
+                                     wqkv              a: wqkv   own   2, 3
+                          a          wo             2            own   1, 2
+                                     wqkv           2            own   1, 1
+                          embedding  embedding                         0, 0
+
+        ahead   number of uses from a weight's all-gather to the wait for it; empty: no wait
+        gather  all-gathers that are launched at this use, for a later one
+        free    buffers that are freed at this use; own: those of its own weights
+        held    blocks and weights that are gathered or in flight during the use
 
         8 gathers: 6 for forward, 2 for backward; 0 at the moment of use
-        at most 2 blocks and 3 weights gathered""")  # noqa: E501
+        at most 2 blocks and 3 weights gathered""")
 
 
-def test_blocks_that_are_alike_are_shown_once() -> None:
+def test_a_grid_of_long_names_fits_the_terminal() -> None:
+    """Catches: lines that wrap, and short names that two blocks or uses of a block share."""
+    uses = ("self_attn.q_proj+k_proj+v_proj", "self_attn.o_proj", "mlp.gate_proj+up_proj")
+    blocks = [block(f"model.layers.{i}", (*uses, "mlp.down_proj")) for i in range(12)]
+    for unit in OverlapUnit:
+        text = shown(((EMBEDDING, *blocks, HEAD),), sequential_actions(2), unit)
+        assert max(map(len, text.splitlines())) <= 100
+        assert " layers.0 " in text
+        assert " q_proj+k_proj+v_proj " in text
+    same = (block("a.x", ("attn.w", "mlp.w")), block("b.x", ("attn.w", "mlp.w")))
+    text = shown(((EMBEDDING, *same, HEAD),), sequential_actions(1))
+    assert all(f" {name} " in text for name in ("a.x", "b.x", "attn.w", "mlp.w"))
+
+
+def test_equal_blocks_are_shown_once() -> None:
     """Catches: a grid of thousands of lines; a line that hides a block which differs."""
     text = shown(decoder(32, 0.5), sequential_actions(1))
     assert "... layers.2 to layers.30: the same" in text
@@ -61,7 +80,7 @@ def test_blocks_that_are_alike_are_shown_once() -> None:
         assert f" {differs} " in text[text.index("backward") :]
 
 
-def test_actions_that_are_alike_are_shown_once() -> None:
+def test_equal_actions_are_shown_once() -> None:
     """Catches: a grid that repeats itself for each micro-batch; a first or last one hidden."""
     text = shown(decoder(2), sequential_actions(8))
     assert "... B1 F2 B2 F3 B3 F4 B4 F5 B5 F6 B6 F7: the same" in text
@@ -73,7 +92,9 @@ def test_the_whole_grid_has_a_row_for_every_site() -> None:
     chunks, order = decoder(8), sequential_actions(2)
     steps = plan(chunks, order, Prefetch()).entries
     lines = shown(chunks, order, compact=False).splitlines()
-    assert len(lines) == len(steps) + len(["header", "start", "", "totals", "peak"])
+    assert len(lines) == len(steps) + len(
+        ["start", "header", "", *["legend"] * 4, "", "totals", "peak"]
+    )
 
 
 def test_a_plan_that_does_not_hold_is_not_shown() -> None:

@@ -76,7 +76,7 @@ class _AtStep(logging.Handler):
 
     def __init__(self, step: int, act: Callable[[], None]) -> None:
         super().__init__()
-        self._begin, self._act = f"step: {step}/", act
+        self._begin, self._act = f"step={step}/", act
 
     def emit(self, record: logging.LogRecord) -> None:
         if record.getMessage().startswith(self._begin):
@@ -232,7 +232,7 @@ def test_a_run_on_a_new_machine_resumes_from_the_store(config, tmp_path):
     store.unlink()
     again = _run(1, config)
     assert again != run
-    assert "step: " not in (again / "logs/rank_0.log").read_text()
+    assert "step=" not in (again / "logs/rank_0.log").read_text()
     assert RemoteCheckpoints(f"file://{store}").steps() == [STEPS]
     made = (store / "step_8/manifest.json").stat().st_mtime_ns  # an inode may be used again
     _run(1, config)
