@@ -81,7 +81,7 @@ class Cause(StrEnum):
     FIRST = f"the {Edge.FIRST}"
     LAST = f"the {Edge.LAST}"
     AT_ONCE = "transfers that are needed at once"
-    COULD_HIDE = "transfers that could be hidden"
+    COULD_HIDE = "transfers that enough compute would hide"
     OTHER_RANKS = "ranks waiting for each other"
 
 

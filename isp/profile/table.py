@@ -156,7 +156,7 @@ def _waits(mode: ModeProfile, at_most: int, said: set[str]) -> str:
 def unsaid(advice: str, said: set[str]) -> str:
     """Return the part of `advice` that is new, and add its remedy to `said`.
 
-    An advice is a remedy, or a fact and a remedy: `it takes 3 ms: 2.0x the tokens would hide it`.
+    An advice is a remedy, or a fact and a remedy: `each takes 3 ms: 2.0x the tokens would hide it`.
     Remedies that differ only in numbers are the same.
     """
     fact, _, remedy = advice.partition(": ")

@@ -176,8 +176,8 @@ class _Waits:
         needed = fmean(max(c.moving_ms, c.end_ms - c.launch_ms - c.others_ms) for c in self.own)
         overlapped = fmean(map(_overlapped_compute, self.several))
         text = (
-            f"it takes {needed:.1f} ms, with {overlapped:.1f} ms of compute between its launch and"
-            f" use"
+            f"each takes {needed:.1f} ms from launch to end, with {overlapped:.1f} ms of compute"
+            f" between launch and use"
         )
         first, weight = self.own[0], self.parallel.weight
         if first.purpose in (Purpose.REGATHERED_ACTIVATION, Purpose.INPUT_GRADIENT):

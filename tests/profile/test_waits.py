@@ -59,7 +59,8 @@ def test_nothing_is_recommended_that_would_not_have_hidden_it():
     wait = _wait(_gather(31, 91))
     assert (wait.reason, wait.late_ms) == (Reason.TOO_LONG, None)
     assert "launch_allgather_before" not in wait.advice
-    assert "it takes 60.0 ms, with 21.0 ms of compute between its launch and use" in wait.advice
+    text = "each takes 60.0 ms from launch to end, with 21.0 ms of compute between launch and use"
+    assert text in wait.advice
     assert "2.9x the tokens" in wait.advice
 
 
