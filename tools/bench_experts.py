@@ -183,18 +183,18 @@ def _print_table(found: dict[str, list[Times]]) -> None:
         pairs = zip(found["gather"][i].limited, found["exchange"][i].limited, strict=True)
         ratios.append(statistics.median(a / b for a, b in pairs))
         print(f"{count:>16,}{way:>10}" + "".join(f"{cell:>24}" for cell in cells))
-    print(f"the planned way takes at most {max(chosen):.2f} times as long as the fastest")
+    print(f"the planned way is at most {max(chosen):.2f} times as long as the better")
     measured = _measured_crossing(tokens, ratios)
     if measured is None:
         print(
-            f"no measured crossing (planned {crossing:,.0f} tokens): gathering takes"
-            f" {ratios[0]:.2f} times as long as exchanging at {tokens[0]:,} tokens of a rank,"
+            f"equal at no number of tokens in the table, planned at {crossing:,.0f}: gathering"
+            f" takes {ratios[0]:.2f} times as long as exchanging at {tokens[0]:,} tokens of a rank,"
             f" and {ratios[-1]:.2f} times at {tokens[-1]:,}"
         )
         return
     print(
-        f"measured crossing {measured:,.0f} tokens of a rank, planned {crossing:,.0f}:"
-        f" {measured / crossing:.2f} times as many"
+        f"equal at {measured:,.0f} tokens of a rank, planned at {crossing:,.0f}:"
+        f" {measured / crossing:.2f} of it"
     )
 
 
