@@ -10,7 +10,8 @@ of tokens around it. All transfers of a rank queue on one link, and the slowest 
 
 With --shared, tokens are exchanged and the decoder has a shared expert, whose matmuls sleep: a
 quarter of an all-to-all of the tokens each, 2 in forward and 4 in backward. It is computed while
-tokens are exchanged ("ahead"), or after the routed experts, where the decoder calls it ("behind").
+tokens are exchanged ("ahead"), or after the routed experts, where the decoder calls it ("after").
+Printed are median times, and the median ratio of both in a round.
 """
 
 from __future__ import annotations
@@ -112,7 +113,8 @@ def _seconds(run: ParallelRun, ids: Tensor) -> float:
 def _measure_shared(rank: int, options: argparse.Namespace) -> dict[str, list[float]]:
     """Time steps with a shared expert; return seconds by name, one for each round.
 
-    "ahead" computes it while tokens are exchanged, "behind" after the routed experts.
+    "ahead" computes it while tokens are exchanged, "after" after the routed experts. "an
+    all-to-all" has the time of one exchange of tokens over the link.
     """
     torch.set_num_threads(1)
     ids = torch.randint(64, (16, ROW), generator=torch.Generator().manual_seed(rank))
@@ -120,7 +122,7 @@ def _measure_shared(rank: int, options: argparse.Namespace) -> dict[str, list[fl
     runs, ahead_of = {"ahead": _run("exchange", INSIDE)}, WeightHolders._ahead_of
     # There is no key to turn this off: a model built without `_ahead_of` computes it in place.
     WeightHolders._ahead_of = lambda *_: None
-    runs["behind"] = _run("exchange", INSIDE)
+    runs["after"] = _run("exchange", INSIDE)
     WeightHolders._ahead_of = ahead_of
     for run in runs.values():
         for layer in linears_of(run.train_step.built):
@@ -128,7 +130,7 @@ def _measure_shared(rank: int, options: argparse.Namespace) -> dict[str, list[fl
                 layer.communicator = Paced(layer.communicator, lambda _: exchange / 4)
         run.step(run.loss(ids), lr=0.0)  # the first one makes buffers
         _limit(run, options.mbit * 125_000)
-    found: dict[str, list[float]] = {"an all-to-all": [exchange], "ahead": [], "behind": []}
+    found: dict[str, list[float]] = {"an all-to-all": [exchange], "ahead": [], "after": []}
     for _ in range(options.rounds):
         for way, run in runs.items():
             found[way].append(_seconds(run, ids))
@@ -163,6 +165,7 @@ def _measure(rank: int, options: argparse.Namespace) -> dict[str, list[Times]]:
 
 
 def _print_table(found: dict[str, list[Times]]) -> None:
+    """Print the times of all ways, and the measured and the planned crossing."""
     crossing = planned_crossing()
     tokens = [round(part * crossing / ROW) * ROW for part in PARTS]
     print(COLUMNS)
@@ -228,10 +231,13 @@ def main() -> None:
     )
     if options.shared:
         found = run_ranks(RANKS, _measure_shared, options, timeout_seconds=3000)[0]
-        pairs = zip(found["ahead"], found["behind"], strict=True)
+        pairs = zip(found["ahead"], found["after"], strict=True)
         medians = (f"{way} {statistics.median(times) * 1e3:.0f} ms" for way, times in found.items())
         ratio = statistics.median(a / b for a, b in pairs)
-        print(f"shared expert: {', '.join(medians)}; ahead / behind {ratio:.2f}")
+        print(
+            "shared expert computed while tokens are exchanged (ahead) or after the routed experts:"
+            f" {', '.join(medians)}; ahead / after {ratio:.2f}"
+        )
         return
     _print_table(run_ranks(RANKS, _measure, options, timeout_seconds=3000)[0])
 

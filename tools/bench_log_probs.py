@@ -94,6 +94,7 @@ def _compare(what: str, ways: dict[str, Callable[[], object]], rounds: int) -> N
 
 
 def _bench_head(hidden: int, rounds: int) -> None:
+    """Print peak memory and relative time of forward and backward of the head."""
     head, labels = _Head(hidden), torch.randint(VOCAB, (1, TOKENS))
     of = HeadLoss(head, Moves(), LogitShard(Channel.solo("head"), 0, VOCAB), CHUNK)
     x = torch.randn(1, TOKENS, hidden)
@@ -116,6 +117,7 @@ def _bench_head(hidden: int, rounds: int) -> None:
 
 
 def _bench_step(hidden: int, rounds: int) -> None:
+    """Print the relative time of a step whose loss is computed from log-probabilities."""
     sizes = {"hidden_size": hidden, "intermediate_size": 4 * hidden, "vocab_size": VOCAB}
     heads = {"num_hidden_layers": 8, "num_attention_heads": 4, "num_key_value_heads": 2}
     with tempfile.TemporaryDirectory() as folder:

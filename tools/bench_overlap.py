@@ -127,14 +127,16 @@ class Bench:
                 self._print_table(samples, moves, speed)
                 self._print_traces()
 
-    # -- contestants -------------------------------------------------------------------------
+    # -- rows of the table -------------------------------------------------------------------
 
     def _size_one(self) -> Iterator[Row]:
+        """Yield the rows of ISP without any transfer: they show the cost of its runtime."""
         solo = mesh_of(1, 0)
         yield ours("one rank a group, overlap off", self.compute, solo, overlap=False)
         yield ours("one rank a group, overlap on", self.compute, solo)
 
     def _ours(self) -> Iterator[Row]:
+        """Yield the rows of ISP with weights sharded over all ranks."""
         yield ours("ours, no overlap", self.compute, self.mesh, overlap=False)
         for launch in LaunchPoint:
             yield ours(f"ours, per layer, {launch}", self.compute, self.mesh, launch=launch)
@@ -142,6 +144,7 @@ class Bench:
         yield ours("ours" + STAY, self.compute, self.mesh, reshard_after_forward=False)
 
     def _theirs(self) -> Iterator[Row]:
+        """Yield the rows of fully_shard."""
         default = self.channel
         if self.wires:  # by torch's own reduce-scatter, which sends twice the bytes over gloo
             default = Channel(self.channel.group, name="weight", log=self.log, sum_locally=False)
@@ -212,7 +215,7 @@ class Bench:
     def _undisturbed(self, row: Row) -> Sample:
         """Repeat a step while other programs are busy; return the least disturbed one.
 
-        All ranks decide alike: `foreign` is the same on all of them.
+        All ranks make the same decision, since `foreign` is the same on all of them.
         """
         tries: list[Sample] = []
         while len(tries) < self.options.tries and not any(s.foreign < QUIET for s in tries):

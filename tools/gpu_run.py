@@ -35,7 +35,7 @@ from typing import Any, NamedTuple
 from gpu_steps import PARTS, QUESTIONS, ROOT, STEPS, Step, words, write_whole
 
 BEGUN = time.monotonic()
-"""Limits of a run count from here: the first import on a new machine can take a minute."""
+"""The time from which limits count: the first import on a new machine can take a minute."""
 SHOWN_LINES = 60
 """Lines at the end of a step's log that the page shows."""
 WHEELS = ROOT / ".whl"
@@ -295,9 +295,9 @@ def chosen(names: Sequence[str], machine: Machine, found: dict[str, dict[str, An
         left = last and (step.name not in found if step.part else step.default)
         expected = {step.name, step.part} & set(names) or left if names else step.default
         if expected and machine.device == "cuda" and machine.gpus < step.gpus:
-            print(f"{step.name}: left out, needs {step.gpus} GPUs and there is {machine.gpus}")
+            print(f"{step.name}: left out: it needs {step.gpus} GPUs, and there is {machine.gpus}")
         elif expected and machine.device == "cpu" and not step.toy:
-            print(f"{step.name}: left out, reads what only a GPU leaves")
+            print(f"{step.name}: left out: it reads a trace that only a run on GPUs writes")
         elif expected:
             picked.append(step)
     return picked
@@ -383,7 +383,7 @@ def run_all(options: argparse.Namespace, machine: Machine, folder: Path) -> int:
     for step in in_turn(chosen(options.names, machine, found), found, options.names):
         left = end - time.monotonic()
         if left < step.least:
-            print(f"{step.name}: left for the next time")
+            print(f"{step.name}: not begun, as {max(0, left):.0f} s are left: run this again")
             continue
         print(f"{step.name}: {step.asks} ...", flush=True)
         # On a CPU, imports alone can take most of a limit.
