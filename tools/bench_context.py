@@ -105,7 +105,7 @@ class ContextBench(Bench):
         sent = {row.name: self._sent(row) for row in rows}
         ulysses = sent["Ulysses alone"][0]
         for ratio in self.options.ratios:
-            self._limit(ulysses / (ratio * even))
+            self._limit(ulysses / (ratio * even))  # bytes / seconds
             samples = self._rounds(rows, self.options.rounds)
             if self.rank == 0:
                 print(f"\n**{self.world} ranks, {name}, ", end="")

@@ -84,7 +84,7 @@ def measure(rank: int, world: int, options: argparse.Namespace) -> None:
     times: Times = {name: [] for name in names}
     for i in range(options.warmup + options.steps):
         for name in names[i % len(names) :] + names[: i % len(names)]:
-            dist.barrier()
+            dist.barrier()  # so that a rank does not wait for others in the timed part
             begin = time.perf_counter(), time.process_time()
             steps[name](x)
             end = time.perf_counter(), time.process_time()

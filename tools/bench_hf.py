@@ -183,7 +183,7 @@ def plain(
         model.gradient_checkpointing_enable({"use_reentrant": False})
     values, parameters = config.optimizer, list(model.parameters())
     adamw = torch.optim.AdamW(
-        [
+        [  # as ISP, which decays matrices only
             {"params": [p for p in parameters if p.dim() > 1]},
             {"params": [p for p in parameters if p.dim() == 1], "weight_decay": 0.0},
         ],

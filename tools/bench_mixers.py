@@ -160,6 +160,7 @@ class MixersBench(Bench):
         """Split packed documents over the ranks: contiguous tokens, the same number on each."""
         ends = np.cumsum((0, *lengths))
         share = int(ends[-1]) // self.world
+        # Rank r has tokens [r * share, (r + 1) * share): a slice for each document [a, b) there.
         held = tuple(
             tuple(
                 Slice(i, max(0, r * share - a), min(b, (r + 1) * share) - a)
@@ -223,6 +224,7 @@ class MixersBench(Bench):
     def _compare(self, name: str, kind: Kind) -> None:
         """Time all ways at all lengths; rank 0 prints the line of the table."""
         sample = kind.inputs(1)
+        # By heads, bytes are proportional to the tokens: measure them for a short document.
         unit = 2 * self.world
         planned = received_bytes(kind.recurrence, sample, self._placement((unit,)))
         by_state = planned[SequenceScan.STATE]

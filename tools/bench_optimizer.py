@@ -61,6 +61,7 @@ class Gathered:
     def run(self, average: Any, step: Any, meanwhile: Callable[[], None]) -> Iterator[Any]:
         """Update all matrices, as `MatrixUpdates.run`: gather a layer while the last one sleeps."""
         tag, parts = Tag(Purpose.MATRIX, tensor="gathered"), self._updates._parts
+        # One group has the buckets of a layer: its FLOPs are the size at which a group is full.
         parts = grouped(parts, lambda _: 0, lambda part: part[0].all_flops, self._layer_flops)
 
         def launch(number: int) -> list[Any]:
@@ -70,7 +71,7 @@ class Gathered:
             return [self._channel.all_gather(grad, tag=tag) for grad in grads]
 
         coming = launch(0)
-        meanwhile()
+        meanwhile()  # the update of the other parameters, while the first gathers are in flight
         for number, of_layer in enumerate(parts):
             here, coming = coming, launch(number + 1) if number + 1 < len(parts) else []
             for pending in here:
@@ -116,7 +117,7 @@ def _measure(rank: int, options: argparse.Namespace) -> dict[str, list[tuple[flo
         for x in xs:
             pace(Matrix((0, 0), tuple(x.shape)).flops(keys))
 
-    isp.core.optim.matrices.make_orthogonal = sleep
+    isp.core.optim.matrices.make_orthogonal = sleep  # Newton-Schulz, in `homes`
     made = {way: _optimizer(mesh, way, options.bucket_kib * 1024) for way in WAYS}
     gathers = Gathered(made["gathered"][1].matrices, mesh, pace)
     made["gathered"][1].matrices = gathers  # type: ignore[assignment]
@@ -128,7 +129,7 @@ def _measure(rank: int, options: argparse.Namespace) -> dict[str, list[tuple[flo
             gradients.zero()
             for item in gradients.parameters:
                 gradients.grad(item.parameter).normal_()
-            gradients.reduce()
+            gradients.reduce()  # outside of the timed part; the norm is given
             mesh.host.all_reduce(torch.zeros(1)).wait()
             mesh.log.collect()
             began = time.perf_counter()

@@ -135,7 +135,7 @@ def steps_of(config: ModelConfig, batch: MicroBatch) -> tuple[Step, Step]:
     optimizer = Zero1Optimizer(gradients, mesh, ADAMW, max_norm=MAX_NORM)
     train_step = TrainStep(built, gradients, optimizer, mesh, micro_num=1)
     adamw = torch.optim.AdamW(
-        [
+        [  # as ISP, which decays matrices only
             {"params": [p for p in own.values() if p.dim() > 1]},
             {"params": [p for p in own.values() if p.dim() == 1], "weight_decay": 0.0},
         ],

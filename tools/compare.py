@@ -172,6 +172,7 @@ class Comparison:
     def _alone(self) -> Step:
         """Build a step without communication, with the update of this rank's share of weights."""
         model = self._model()
+        # Sharded ways update a share of the weights on each rank: here every world-th parameter.
         weights = [*model.parameters()][self.rank :: self.world]
         optimizer = torch.optim.AdamW(weights, lr=LR, weight_decay=0.0, fused=True)
 
@@ -206,6 +207,7 @@ class Comparison:
             for unit in units[:2] if gathers else ():
                 unit.unshard(async_op=True)
             loss = self._loss_sum(model, ids[self.rank]) / ids[self.rank][:, 1:].numel()
+            # fully_shard averages gradients over the ranks, ISP's reduce-scatter sums them.
             (loss / self.world if reductions else loss).backward()
             while deferred:
                 deferred.pop(0).wait()
@@ -222,6 +224,7 @@ class Comparison:
         from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
         deepspeed.init_distributed("gloo")
+        # DeepSpeed wraps the attention of this name in Ulysses, and leaves "sdpa" as it is.
         ALL_ATTENTION_FUNCTIONS.register("ulysses", ALL_ATTENTION_FUNCTIONS["sdpa"])
         model = self._model("ulysses" if shared else "sdpa")
         groups = None
@@ -246,6 +249,8 @@ class Comparison:
         def step(ids: Tensor) -> float:
             whole = ids.flatten(0, 1) if shared else ids[self.rank]
             loss = self._loss_sum(engine, whole, shared=shared)
+            # DeepSpeed averages gradients over all ranks, but with shared sequences the losses of
+            # the ranks are parts of one sum.
             loss = loss * (self.world if shared else 1) / whole[:, 1:].numel()
             engine.backward(loss)
             engine.step()

@@ -106,6 +106,7 @@ def recipe(packages: Sequence[str]) -> str:
     """Return an error that says how to bring `packages` to a machine without a network."""
     lines = (ROOT / "constraints.txt").read_text().splitlines()
     pins = dict(line.split("==", 1) for line in lines if "==" in line and line[0] != "#")
+    # `pip download` gets no dependencies (--no-deps): torch would be among them.
     named = [one for package in packages for one in (package, *ALONG.get(package, ()))]
     pinned = " ".join(f"{one}=={pins[one]}" if one in pins else one for one in named)
     kinds = ("manylinux_2_28", "manylinux_2_17", "manylinux2014")

@@ -232,7 +232,7 @@ def mesh_of(world_size: int, rank: int, **options: Any) -> Mesh:
 
 def compute_alone(compute: Compute) -> Row:
     """Return the row in which every rank has the whole model and nothing is communicated."""
-    built = compute.build(mesh_of(1, 0), LocalWeights())
+    built = compute.build(mesh_of(1, 0), LocalWeights())  # in a mesh of one rank, on every rank
 
     def step() -> StepResult:
         built.gradients.zero()
@@ -258,6 +258,7 @@ def traffic(alone: Row, moves: Sequence[TimedTransfer], channel: Channel) -> Row
     """
 
     def step() -> StepResult:
+        # The same transfers on every rank in the same order, so that they match each other.
         mover = threading.Thread(target=move, args=(moves, channel))
         mover.start()
         result = alone.step()
@@ -305,9 +306,9 @@ def ours(
     def step() -> StepResult:
         built.gradients.zero()
         built.gradients.expect_last()
-        communicator.begin(sequential_actions(1))
+        communicator.begin(sequential_actions(1))  # launches the first gathers
         result = compute.forward_and_backward(compute.by_chunk(built.chunk))
-        communicator.finish()
+        communicator.finish()  # waits for the last reduce-scatters
         built.gradients.reduce()
         return result
 
@@ -418,8 +419,9 @@ def theirs(
 
     The model is the plain decoder with torch's cross-entropy. In 16-bit compute it keeps weights in
     float32, as is usual, and reduces gradients in float32, as ISP does.
-    `prefetch`: in forward and backward, gather each unit while the one before it runs, and the
-    first two before forward begins; embedding and head are units of their own.
+    `prefetch`: gather the first two units before forward begins, and each other one while the unit
+    before it runs: on CPU by explicit requests, on a GPU as fully_shard does by default. Embedding
+    and head are units of their own.
     `defer_reduce`: reduce gradients asynchronously, too, and wait at the end of the step.
     fully_shard itself does so only on a GPU.
     """
@@ -430,7 +432,7 @@ def theirs(
     if compute.dtype != torch.float32:
         options["mp_policy"] = MixedPrecisionPolicy(compute.dtype, torch.float32)
     trunk = model.model
-    chain: list[Any] = list(trunk.layers)
+    chain: list[Any] = list(trunk.layers)  # units in forward order
     for block in chain:
         fully_shard(block, **options, reshard_after_forward=reshard_after_forward)
     if prefetch:
@@ -439,11 +441,12 @@ def theirs(
         chain = [trunk.embed_tokens, *chain, trunk.norm]
     fully_shard(model, **options)
     deferred: list[Pending] = []
+    # Without prefetch, embedding, norm and head belong to the root; with it the root has no weight.
     units = [*chain, *([] if prefetch else [model])]
     reduce_through(channel, units, deferred=deferred if defer_reduce else None)
     for unit in units if channel is not None else ():
         unit.set_custom_all_gather(_Gather(channel))
-    if prefetch and compute.device.type == "cpu":
+    if prefetch and compute.device.type == "cpu":  # a GPU gathers ahead on a stream by default
         gather_asynchronously(model, chain)
 
     def loss_of(ids: Tensor, positions: Tensor, labels: Tensor) -> Tensor:
@@ -452,7 +455,7 @@ def theirs(
 
     def step() -> StepResult:
         model.zero_grad()
-        if prefetch:
+        if prefetch:  # no unit before these could request them
             for unit in chain[:2]:
                 unit.unshard(async_op=True)
         result = compute.forward_and_backward(loss_of)
