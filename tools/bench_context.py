@@ -185,7 +185,7 @@ def main() -> None:
         help="times of the transfers of Ulysses alone, divided by --ms",
     )
     parser.add_argument("--rounds", type=int, default=5, help="timed steps of each row")
-    parser.add_argument("--tries", type=int, default=4, help="repeats of a disturbed step, at most")
+    parser.add_argument("--tries", type=int, default=4, help="most tries for an undisturbed step")
     parser.add_argument(
         "--ms", type=float, default=400.0, help="compute of a step on each rank, if balanced"
     )

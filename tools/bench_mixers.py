@@ -373,7 +373,7 @@ def main() -> None:
         "--ms", type=float, default=200.0, help="time of the states over the link, in one direction"
     )
     parser.add_argument("--rounds", type=int, default=5, help="timed steps of each way and length")
-    parser.add_argument("--tries", type=int, default=4, help="repeats of a disturbed step, at most")
+    parser.add_argument("--tries", type=int, default=4, help="most tries for an undisturbed step")
     parser.add_argument("--heads", type=int, default=4)
     parser.add_argument("--head-size", type=int, default=32)
     parser.add_argument("--tokens", type=int, default=4096, help="length, with --local")

@@ -439,12 +439,12 @@ def options_parser() -> argparse.ArgumentParser:
         help="time of a step's transfers / time of compute alone",
     )
     parser.add_argument("--rounds", type=int, default=10, help="timed steps of each row")
-    parser.add_argument("--tries", type=int, default=4, help="repeats of a disturbed step, at most")
+    parser.add_argument("--tries", type=int, default=4, help="most tries for an undisturbed step")
     parser.add_argument("--hidden", type=int, default=256)
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--vocab", type=int, default=512)
-    parser.add_argument("--batch", type=int, default=4, help="rows of a rank")
-    parser.add_argument("--tokens", type=int, default=512, help="tokens of a row")
+    parser.add_argument("--batch", type=int, default=4, help="sequences of a rank")
+    parser.add_argument("--tokens", type=int, default=512, help="tokens of a sequence")
     parser.add_argument("--latency-us", type=float, default=50.0, help="of a modelled transfer")
     parser.add_argument(
         "--paced",
