@@ -1,4 +1,8 @@
-"""The architectures of transformers that are tried, and the keys that their defaults leave out."""
+"""The architectures of transformers that `check_architectures.py` tries, as configurations.
+
+Where the default configuration of a type cannot be built, or lacks a mechanism that published
+models have, the keys here complete it.
+"""
 
 from __future__ import annotations
 
@@ -28,6 +32,7 @@ _LONGROPE = {
 }
 
 _PART = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1}
+"""Sizes of a vision or audio tower, which is not part of the trained model."""
 
 _DECODER = {"is_decoder": True}
 
@@ -35,7 +40,7 @@ _ENCODERS = """bert bert-generation big_bird camembert data2vec-text electra ern
 rembert roberta roberta-prelayernorm roformer xlm-roberta xlm-roberta-xl"""
 
 _GIVEN: dict[str, dict[str, Any]] = {
-    # what transformers' own defaults leave out
+    # Without these keys the default configuration cannot be built, or not at its default sizes.
     "bamba": {"attn_layer_indices": [9, 18, 27]},
     "dbrx": {"attn_config": {"kv_n_heads": 8, "rope_theta": 500000, "clip_qkv": 8}},
     "deepseek_v2": {"first_k_dense_replace": 1, "num_experts_per_tok": 6},
@@ -58,7 +63,7 @@ _GIVEN: dict[str, dict[str, Any]] = {
     "recurrent_gemma": {"block_types": ["recurrent", "attention"]},
     "reformer": {**_DECODER, "axial_pos_embds": False},
     "xlstm": {"embedding_dim": 32, "hidden_size": 32, "num_heads": 4},
-    # of encoders, the form that does not see later tokens
+    # Encoders with causal attention: only in this form do they have a causal language model.
     **dict.fromkeys(_ENCODERS.split(), _DECODER),
     "xmod": {**_DECODER, "default_language": "en_XX"},
     "roc_bert": {
@@ -68,7 +73,7 @@ _GIVEN: dict[str, dict[str, Any]] = {
         "pronunciation_vocab_size": 40,
         "pronunciation_embed_dim": 8,
     },
-    # as published, where the defaults have less
+    # Variants as published: the defaults lack the mechanism that is named in parentheses.
     "phi3 (longrope)": {"rope_parameters": _LONGROPE, "max_position_embeddings": 131072},
     "falcon (alibi)": {"alibi": True, "multi_query": False},
     "falcon (40B)": {"new_decoder_architecture": True, "num_kv_heads": 8},
@@ -87,24 +92,28 @@ _GIVEN: dict[str, dict[str, Any]] = {
 }
 
 
-def _angles(*sections: int, **more: Any) -> dict[str, Any]:
-    """Rotary positions of a model that sees, as published."""
+def _rotary_sections(*sections: int, **more: Any) -> dict[str, Any]:
+    """Return the keys of a vision-language model's rotary positions, with published sections.
+
+    A section is the number of angles that follow one axis, such as time, height or width.
+    """
     rope = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [*sections], **more}
     return {"text_config": {"rope_parameters": rope}}
 
 
-_SEEING = """apertus1p5 aria cohere2_vision cosmos3_edge cosmos3_omni deepseek_vl deepseek_vl_hybrid
-exaone4_5 granite_docling hy_v4_vl hyperclovax_vision_v2 idefics2 idefics3 inkling2 internvl janus
-kimi_k25 kosmos-2.5 lfm3_vl lighton_ocr llava llava_next llava_next_video llava_onevision
-minicpm_ocr minicpmv4_6 minicpmv4_7 minimax_m3_vl mistral3 muse_glimmer muse_spark nemotron_h_omni
-ovis2 pp_chart2table qianfan_ocr qwen3_omni_moe_thinker qwen3_vl qwen3_vl_moe smolvlm
-unlimited_ocr video_llama_3 video_llava vipllava"""
+_VISION_MODELS = """apertus1p5 aria cohere2_vision cosmos3_edge cosmos3_omni deepseek_vl
+deepseek_vl_hybrid exaone4_5 granite_docling hy_v4_vl hyperclovax_vision_v2 idefics2 idefics3
+inkling2 internvl janus kimi_k25 kosmos-2.5 lfm3_vl lighton_ocr llava llava_next llava_next_video
+llava_onevision minicpm_ocr minicpmv4_6 minicpmv4_7 minimax_m3_vl mistral3 muse_glimmer muse_spark
+nemotron_h_omni ovis2 pp_chart2table qianfan_ocr qwen3_omni_moe_thinker qwen3_vl qwen3_vl_moe
+smolvlm unlimited_ocr video_llama_3 video_llava vipllava"""
 
-_SHARED = ["full", *["full", "shared", "shared", "shared"] * 18][:72]
-"""Layers of Mistral Large 4 with an indexer of their own; others use an earlier layer's choice."""
+_INDEXER_TYPES = ["full", *["full", "shared", "shared", "shared"] * 18][:72]
+"""Types of Mistral Large 4's layers: `full` has its own indexer, `shared` uses the keys that an
+earlier layer's indexer chose."""
 
 _TEXT_PARTS: dict[str, dict[str, Any]] = {
-    **{f"{name} (text part)": {} for name in _SEEING.split()},
+    **{f"{name} (text part)": {} for name in _VISION_MODELS.split()},
     "aya_vision (text part)": {
         "vision_config": {"model_type": "siglip_vision_model", "num_attention_heads": 16}
     },
@@ -116,30 +125,31 @@ _TEXT_PARTS: dict[str, dict[str, Any]] = {
             "num_key_value_heads": 32,
         }
     },
-    "ernie4_5_vl_moe (text part)": _angles(22, 22, 20),
-    "glm46v (text part)": _angles(8, 12, 12, partial_rotary_factor=0.5),
-    "glm4v (text part)": _angles(8, 12, 12, partial_rotary_factor=0.5),
-    "glm4v_moe (text part)": _angles(8, 12, 12, partial_rotary_factor=0.5),
-    "glm_ocr (text part)": _angles(16, 24, 24),
-    "glmga (text part)": _angles(8, 12, 12, partial_rotary_factor=0.5),
+    "ernie4_5_vl_moe (text part)": _rotary_sections(22, 22, 20),
+    "glm46v (text part)": _rotary_sections(8, 12, 12, partial_rotary_factor=0.5),
+    "glm4v (text part)": _rotary_sections(8, 12, 12, partial_rotary_factor=0.5),
+    "glm4v_moe (text part)": _rotary_sections(8, 12, 12, partial_rotary_factor=0.5),
+    "glm_ocr (text part)": _rotary_sections(16, 24, 24),
+    "glmga (text part)": _rotary_sections(8, 12, 12, partial_rotary_factor=0.5),
     "granite4_vision (text part)": {"deepstack_layer_map": [[-1, 0]], "downsample_rate": "4/8"},
     "hunyuan_vl (text part)": {
-        "text_config": {"head_dim": 128, **_angles(16, 16, 16, 16)["text_config"]}
+        "text_config": {"head_dim": 128, **_rotary_sections(16, 16, 16, 16)["text_config"]}
     },
     "lfm2_vl (text part)": {"text_config": _GIVEN["lfm2 (conv)"]},
     "mistral3 (text part of Mistral Small 4)": {"text_config": {"model_type": "mistral4"}},
     "mistral_large4 (text part)": {},
     "mistral_large4 (text part, shared)": {
         "text_config": {
-            "indexer_types": _SHARED,
-            # of 8 layers, those with positions have the keys of the first, the others of the fourth
+            "indexer_types": _INDEXER_TYPES,
+            # In each group of 8 layers, layers with positions read the keys of the group's first
+            # layer, and layers without positions (each fourth) those of its fourth.
             "kv_source_layers": [i - i % 8 + (3 if i % 4 == 3 else 0) for i in range(72)],
         }
     },
-    "paddleocr_vl (text part)": _angles(16, 24, 24),
-    "qwen2_5_omni_thinker (text part)": _angles(16, 24, 24),
-    "qwen2_5_vl (text part)": _angles(16, 24, 24),
-    "qwen2_vl (text part)": _angles(16, 24, 24),
+    "paddleocr_vl (text part)": _rotary_sections(16, 24, 24),
+    "qwen2_5_omni_thinker (text part)": _rotary_sections(16, 24, 24),
+    "qwen2_5_vl (text part)": _rotary_sections(16, 24, 24),
+    "qwen2_vl (text part)": _rotary_sections(16, 24, 24),
     "step3p7 (text part)": {
         "text_config": {
             "layer_types": ["full_attention", *["sliding_attention"] * 3] * 11 + ["full_attention"],
@@ -148,7 +158,7 @@ _TEXT_PARTS: dict[str, dict[str, Any]] = {
         }
     },
 }
-"""Of types that see, and whose text has no causal class of its own."""
+"""Keys of vision and audio models whose text part has no causal class of its own, by name."""
 
 ARCHITECTURES: dict[str, dict[str, Any]] = {
     name: keys
@@ -159,55 +169,60 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     }.items()
     if name.split()[0] in CONFIG_MAPPING_NAMES  # older releases lack some types
 }
-"""Causal types of the installed transformers, with the keys that their defaults leave out."""
+"""The causal types of the installed transformers, each with the keys that complete its defaults.
+
+A name is the `model_type`, or the `model_type` and a variant in parentheses."""
 
 
 MECHANISMS = {
     "roc_bert": "an encoder's code as a decoder",
-    "gpt_neox": "queries, keys and values of one linear",
-    "gemma4_text": "sizes of their own in each layer",
+    "gpt_neox": "one fused linear for queries, keys and values",
+    "gemma4_text": "different sizes in each layer",
     "bloom": "ALiBi",
-    "opt": "a table of positions with rows that stand for none",
-    "phi3 (longrope)": "positions that know of long rows",
-    "inkling2_text": "a bias by distance, sinks of queries, taps of tokens",
+    "opt": "a table of positions with unused first rows",
+    "phi3 (longrope)": "rotary positions that depend on the length of the row",
+    "inkling2_text": "a bias by distance, attention sinks of queries, short convolutions",
     "diffllama": "two values for each key",
     "llama4_text": "chunked attention",
     "lfm2 (conv)": "convolutions",
     "qwen3_next": "the gated delta rule",
-    "ernie4_5_moe": "a bias of the router",
-    "longcat_flash": "two attentions in a block, experts of nothing",
-    "deepseek_v2 (groups)": "experts in groups",
-    "kimi_linear": "the gated delta rule with a decay for each number, beside latent attention",
-    "nemotron_h": "Mamba2, blocks without mixing",
-    "zamba2": "Mamba2, a transformer that several blocks share",
+    "ernie4_5_moe": "a router with a bias",
+    "longcat_flash": "two attentions in a block, experts without computation",
+    "deepseek_v2 (groups)": "routing limited to groups of experts",
+    "kimi_linear": "the gated delta rule with a decay per channel, and latent attention",
+    "nemotron_h": "Mamba2, blocks without a token mixer",
+    "zamba2": "Mamba2, a transformer block that several blocks share",
     "falcon_h1": "Mamba2 and attention in one block",
     "jamba": "Mamba",
-    "zamba": "Mamba with weights of each head, beside linears",
-    "minimax": "a forward that is registered",
-    "bart": "a table of positions that counts by itself",
-    "gpt_neo": "a method that is registered, windows",
-    "cohere2": "attention beside the MLP, layers without positions",
-    "gemma2": "windows, a cap on scores",
-    "hy_v4": "keys that an indexer chooses, also for the next layer, and sinks",
-    "mistral_large4 (text part, shared)": "latents and chosen keys of a layer before, an indexer"
+    "zamba": "Mamba with weights per head, in addition to linears",
+    "minimax": "a module's forward that ISP replaces",
+    "bart": "a table of positions that computes the positions itself",
+    "gpt_neo": "a module's method that ISP replaces, sliding windows",
+    "cohere2": "attention in parallel to the MLP, layers without positions",
+    "gemma2": "sliding windows, soft-capped scores",
+    "hy_v4": "keys chosen by an indexer, also for the next layer, and sinks",
+    "mistral_large4 (text part, shared)": "latents and chosen keys of an earlier layer, an indexer"
     " that reads positions",
-    "minimax_m3_vl_text (sparse)": "blocks of keys that are chosen for each KV head",
+    "minimax_m3_vl_text (sparse)": "blocks of keys chosen for each KV head",
     "gpt_oss": "windows, sinks and experts with biases",
     "deepseek_v3": "latent attention and experts",
     "llama": "grouped KV heads, a gated MLP",
     "gpt2": "transposed linears, a table of positions",
     "mixtral": "experts in each block",
 }
-"""A type for each mechanism, and what it is here for."""
+"""One architecture for each mechanism, by name, with the mechanism that it tests."""
 
 
 def config_of(architecture: str) -> Any:
-    """The configuration of an architecture of `ARCHITECTURES`."""
+    """Return the transformers configuration of a name in `ARCHITECTURES`.
+
+    Raises ValueError if transformers cannot make it.
+    """
     from transformers import AutoConfig
 
     model_type = architecture.split()[0]
     try:
         return AutoConfig.for_model(model_type, **ARCHITECTURES[architecture])
-    except Exception as error:  # somebody else's code: anything may come
+    except Exception as error:  # a configuration class may raise any exception
         reason = " ".join(str(error).split())
         raise ValueError(f"no configuration of type {model_type}: {reason}") from error

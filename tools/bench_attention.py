@@ -1,20 +1,19 @@
-"""Attention over split sequences against DeepSpeed's, and local attention against bare kernels.
+"""Compare ISP's attention over split sequences with DeepSpeed's, or with direct kernel calls.
 
     python tools/bench_attention.py --ranks 2 4             # CPU ranks, against DeepSpeed
     python tools/bench_attention.py --device cuda           # one GPU, against the kernels
 
-On CPU, every case runs our `DistributedAttention` and DeepSpeed's in turn on the same ranks, with
-the same inputs and the same local attention, forward and backward, the first one alternating. The
-slowest rank's time counts; shown are the medians and the median ratio of the same round, the ratio
-of the processor time of all ranks (which other programs on the machine disturb less), and what one
-pass sent, counted by the channel, next to the formula
+On CPU, every case runs our `DistributedAttention` and DeepSpeed's on the same ranks, with the same
+inputs and the same local attention, forward and backward. They take turns, and each round another
+one begins. A time is that of the slowest rank. The bytes that a forward and backward sends, as
+counted by the channel, have to be those of the formula
 
     bytes sent by a rank = 2 passes * B * S/p * (p - 1)/p * d * (2 H + 2 K) * bytes of an element
 
-Cases with local attention `none` hand q on with k and v added to it, which leaves the exchange.
+The local attention `none` returns q + k + v: almost only the exchange between ranks is left.
 
 On a GPU, local attention as `DistributedAttention` calls it is timed against each kernel that can
-be imported, called directly, on what one of `p` ranks would hold of a model with H heads.
+be imported, called directly, on the heads that one of `p` ranks has of a model with H heads.
 """
 
 from __future__ import annotations
@@ -42,15 +41,30 @@ from isp.core.attention.mask import AttentionMask
 from isp.core.attention.ulysses import DistributedAttention
 from isp.core.comm import Channel
 
+CPU_COLUMNS = """\
+case        B rows of S tokens, H heads, K KV heads of size d, and the local attention
+ours        median ms of a forward and backward, on the slowest rank; theirs: DeepSpeed's
+ratio       median over rounds of our time / DeepSpeed's
+processor   the same ratio, of the processor time of all ranks: other programs disturb it less
+sent        MB that rank 0 sent in a forward and backward; formula: what it should send
+messages    number of these transfers
+"""
+
+GPU_COLUMNS = """\
+p           ranks that would share the sequence; H/p and K/p: heads and KV heads of one of them
+ours        median ms of forward and backward by DistributedAttention; kernel: called directly
+ratio       median over rounds of our time / the kernel's; kernel: the name of the fastest one
+"""
+
 HOW_TO_GET_DEEPSPEED = (
-    "DeepSpeed is not installed, and the comparison on CPU ranks is with it. In an environment of"
-    " its own: pip install torch, then pip install deepspeed, then pip install -e ."
+    "error: on CPU this compares with DeepSpeed, which is not installed. In an environment of its"
+    " own, run pip install torch, then pip install deepspeed, then pip install -e ."
 )
 
 
 @dataclass(frozen=True)
 class Case:
-    """What is attended: rows, tokens, heads, head size, and by what."""
+    """The sizes of one comparison, and the name of its local attention (sdpa or none)."""
 
     batch: int
     tokens: int
@@ -66,14 +80,17 @@ class Case:
         )
 
     def bytes_sent(self, ranks: int, element_size: int) -> int:
-        """What a rank sends forward and backward, where the heads divide by the ranks."""
+        """Return the bytes that a rank sends in forward and backward, by the formula.
+
+        The numbers of heads and KV heads must be divisible by `ranks`.
+        """
         elements = self.batch * self.tokens // ranks * self.head_dim
         heads = 2 * self.heads + 2 * self.kv_heads
         return 2 * elements * heads * (ranks - 1) // ranks * element_size
 
 
 WARM_UP = 5
-"""Rounds that are not counted, until the allocator has settled."""
+"""Rounds that are not counted: in the first ones the allocator takes new memory."""
 
 CPU_CASES = [
     Case(1, 2048, 8, 8, 64, "sdpa"),
@@ -88,14 +105,14 @@ CPU_CASES = [
 
 
 def no_attention(q: Tensor, k: Tensor, v: Tensor, *, mask: AttentionMask) -> Tensor:
-    """q with k and v added, so that every gradient exists at next to no cost."""
+    """Return q + k + v: every input has a gradient, at almost no cost."""
     del mask
     heads = k.shape[2]
     return q + (k + v).repeat_interleave(q.shape[2] // heads, 2)
 
 
 def their_attention(local: LocalAttention, mask: AttentionMask) -> Callable[..., Tensor]:
-    """DeepSpeed's attention around `local`, called as ours is."""
+    """Return DeepSpeed's distributed attention around `local`, as a function of q, k and v."""
     import deepspeed
     import deepspeed.comm.comm as their_comm
     from deepspeed.sequence.layer import DistributedAttention as Theirs
@@ -114,13 +131,13 @@ class Cost(NamedTuple):
     """Seconds of one forward and backward."""
 
     wall: float
-    """On the slowest rank."""
+    """Wall time of the slowest rank."""
     processor: float
-    """On all ranks together."""
+    """Processor time, summed over the ranks."""
 
 
 def run_once(attend: Callable[..., Tensor], inputs: list[Tensor], dout: Tensor) -> Cost:
-    """One forward and backward."""
+    """Run one forward and backward on all ranks, and return its cost."""
     for x in inputs:
         x.grad = None
     dist.barrier()
@@ -134,7 +151,7 @@ def run_once(attend: Callable[..., Tensor], inputs: list[Tensor], dout: Tensor) 
 
 
 def compare(rank: int, ranks: int, case: Case, repeats: int) -> None:
-    """Both attentions in turn on one case; rank 0 prints its row."""
+    """Check and time both attentions on one case; rank 0 prints the row of the table."""
     mask = AttentionMask()
     local: LocalAttention = CpuAttention() if case.local == "sdpa" else no_attention
     channel = Channel(dist.group.WORLD, name="sequence")
@@ -179,7 +196,7 @@ def compare(rank: int, ranks: int, case: Case, repeats: int) -> None:
 
 
 class CommTotals:
-    """Bytes and messages that the channel counted since it was last asked."""
+    """The bytes and number of transfers in a channel's log, which this empties."""
 
     def __init__(self, channel: Channel) -> None:
         transfers = channel.log.take()
@@ -188,25 +205,26 @@ class CommTotals:
 
 
 def rank_main(rank: int, ranks: int, folder: str, repeats: int) -> None:
-    """All cases on one CPU rank."""
+    """Run all cases on one CPU rank."""
     torch.set_num_threads(1)
     store = dist.FileStore(f"{folder}/store", ranks)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
     for case in CPU_CASES:
-        if case.kv_heads % ranks == 0:  # DeepSpeed cannot do the others
+        if case.kv_heads % ranks == 0:  # DeepSpeed's attention refuses other numbers of heads
             compare(rank, ranks, case, repeats)
     dist.barrier()
     dist.destroy_process_group()
 
 
 def bench_cpu(ranks: list[int], repeats: int) -> None:
-    """The table of all cases on all numbers of ranks."""
+    """Print the table of all cases, for each number of ranks."""
     if importlib.util.find_spec("deepspeed") is None:
         raise SystemExit(HOW_TO_GET_DEEPSPEED)
     print(
         f"torch {torch.__version__}, deepspeed {importlib.metadata.version('deepspeed')},"
         f" float32, 1 thread a rank, median of {repeats}"
     )
+    print(CPU_COLUMNS)
     print(
         f"{'ranks':>5}  {'case':<34} {'ours, ms':>9} {'theirs, ms':>10} {'ratio':>6}"
         f" {'processor':>9} {'sent, MB':>9} {'formula':>9} {'messages':>9}"
@@ -222,7 +240,7 @@ def bench_cpu(ranks: list[int], repeats: int) -> None:
 
 
 def direct_kernels(scale: float) -> dict[str, Callable[..., Any]]:
-    """Every kernel that can be imported, called as its own documentation calls it."""
+    """Return the kernels that can be imported, by name, called as their documentation does."""
     kernels: dict[str, Callable[..., Any]] = {
         "sdpa": lambda q, k, v: torch.nn.functional.scaled_dot_product_attention(
             *(x.transpose(1, 2) for x in (q, k, v)), is_causal=True, scale=scale, enable_gqa=True
@@ -244,7 +262,7 @@ def direct_kernels(scale: float) -> dict[str, Callable[..., Any]]:
 
 
 def time_on_gpu(attend: Callable[..., Any], inputs: list[Tensor], dout: Tensor) -> float:
-    """Milliseconds of one forward and backward by the device's clock."""
+    """Return the milliseconds of one forward and backward, by events on the device."""
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     torch.cuda.synchronize()
     begin.record()
@@ -257,13 +275,17 @@ def time_on_gpu(attend: Callable[..., Any], inputs: list[Tensor], dout: Tensor) 
 
 
 def bench_gpu(tokens: list[int], heads: int, kv_heads: int, head_dim: int, repeats: int) -> None:
-    """Local attention against the best kernel, at what one of p ranks holds of each length."""
+    """Print the table of local attention against the fastest kernel, a row for each length.
+
+    A sequence is shared by one rank for each 32,768 tokens, but by `heads` ranks at most.
+    """
     device = torch.device("cuda")
     mask = AttentionMask()
     local = make_local_attention(AttentionBackend.AUTO, device=device, dtype=torch.bfloat16)
     around = DistributedAttention(local, Channel.solo())
     kernels = direct_kernels(head_dim**-0.5)
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, {type(local).__name__}")
+    print(GPU_COLUMNS)
     print(
         f"{'tokens':>8} {'p':>3} {'H/p':>4} {'K/p':>4} {'ours, ms':>10} {'kernel, ms':>10}"
         f" {'ratio':>6}  kernel"
@@ -297,22 +319,28 @@ def bench_gpu(tokens: list[int], heads: int, kv_heads: int, head_dim: int, repea
 def main() -> None:
     """Read the command line and print the table."""
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        description=__doc__,
+        epilog=f"columns on CPU:\n{CPU_COLUMNS}\ncolumns on a GPU:\n{GPU_COLUMNS}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
-    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
-    parser.add_argument("--repeats", type=int, default=15)
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4], help="CPU ranks")
+    parser.add_argument("--repeats", type=int, default=15, help="rounds that are timed")
     parser.add_argument(
-        "--tokens", type=int, nargs="+", default=[2**n for n in range(15, 21)], help="on a GPU"
+        "--tokens",
+        type=int,
+        nargs="+",
+        default=[2**n for n in range(15, 21)],
+        help="lengths of the sequence, on a GPU",
     )
-    parser.add_argument("--heads", type=int, default=32, help="of the model, on a GPU")
-    parser.add_argument("--kv-heads", type=int, default=8, help="of the model, on a GPU")
-    parser.add_argument("--head-dim", type=int, default=128, help="on a GPU")
+    parser.add_argument("--heads", type=int, default=32, help="heads of the model, on a GPU")
+    parser.add_argument("--kv-heads", type=int, default=8, help="KV heads of the model, on a GPU")
+    parser.add_argument("--head-dim", type=int, default=128, help="size of a head, on a GPU")
     options = parser.parse_args()
     if options.device == "cpu":
         bench_cpu(options.ranks, options.repeats)
     elif not torch.cuda.is_available():
-        raise SystemExit("--device cuda: torch sees no CUDA device here")
+        raise SystemExit("error: --device cuda, but torch finds no CUDA device: use --device cpu")
     else:
         bench_gpu(
             options.tokens, options.heads, options.kv_heads, options.head_dim, options.repeats

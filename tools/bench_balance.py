@@ -1,19 +1,11 @@
-"""How even attention's cost is on context ranks, and how many keys travel for it.
+"""Measure how evenly splits of a sequence balance attention over context ranks.
 
     python tools/bench_balance.py                # 10,000 rows, some minutes
     python tools/bench_balance.py --rows 100
 
-Rows of documents whose lengths are log-normal, packed until a row is full and cut there. Cost is
-the number of keys that queries see.
-
-    ours              `SequenceSplit`
-    zig-zag, row      the row, documents ignored, in 2c equal pieces: ranks have one and its mirror
-    zig-zag, padded   each document so, padded to a multiple of 2c (padding costs as tokens do)
-    contiguous        the row in c equal pieces
-
-    imbalance         greatest cost of a rank over the mean cost, less 1
-    travels           keys that a rank receives, as a share of those of the row that it has not
-    padding           tokens added, as a share of the row
+A row is packed with documents of log-normal lengths until it is full; the last one is cut there.
+Each plan splits the row over c ranks; nothing is computed. The cost of a rank is the number of
+pairs of one of its queries and a key that this query attends to.
 """
 
 from __future__ import annotations
@@ -32,9 +24,22 @@ from isp.core.mesh.sequence_split import SequenceSplit, Slice
 
 __all__ = ["PLANS", "Row", "log_normal_row", "measure"]
 
+COLUMNS = """\
+plan: ours              `SequenceSplit` of ISP
+      zig-zag, row      the row in 2c equal pieces, documents ignored: rank r has r and 2c - 1 - r
+      zig-zag, padded   each document split in this way, padded to a multiple of 2c
+                        (a padding token costs as much as any other)
+      contiguous        the row in c equal pieces
+imbalance               largest cost of a rank / mean cost of the ranks - 1: the mean over the rows,
+                        and the worst row
+travels                 keys that the ranks receive, as a share of all keys that they do not hold
+padding                 tokens added, as a share of the row
+ms a plan               median time to compute the split of a row
+"""
+
 
 def log_normal_row(draw: random.Random, tokens: int, median: float, sigma: float) -> list[int]:
-    """Lengths of documents that fill a row, the last one cut off."""
+    """Draw lengths of documents that fill a row of `tokens`; the last document is cut."""
     lengths: list[int] = []
     left = tokens
     while left:
@@ -45,18 +50,18 @@ def log_normal_row(draw: random.Random, tokens: int, median: float, sigma: float
 
 
 def contiguous(lengths: Sequence[int], num_ranks: int) -> SequenceSplit:
-    """The row in c equal pieces."""
+    """Split the row into c equal pieces, one for each rank."""
     return _pieces(lengths, list(range(num_ranks)))
 
 
 def zigzag(lengths: Sequence[int], num_ranks: int) -> SequenceSplit:
-    """The row in 2c equal pieces, of which a rank has one and its mirror."""
+    """Split the row into 2c equal pieces: rank r has pieces r and 2c - 1 - r."""
     ranks = list(range(num_ranks))
     return _pieces(lengths, ranks + ranks[::-1])
 
 
 def padded(lengths: Sequence[int], num_ranks: int) -> SequenceSplit:
-    """Every document, padded to a multiple of 2c, in zig-zag."""
+    """Split every document by zig-zag, after padding it to a multiple of 2c tokens."""
     whole = [-(-length // (2 * num_ranks)) * 2 * num_ranks for length in lengths]
     slices: list[list[Slice]] = [[] for _ in range(num_ranks)]
     for document, length in enumerate(whole):
@@ -68,7 +73,11 @@ def padded(lengths: Sequence[int], num_ranks: int) -> SequenceSplit:
 
 
 def _pieces(lengths: Sequence[int], ranks: list[int]) -> SequenceSplit:
-    """The row in equal pieces, of these ranks in turn; touching ones of a document are joined."""
+    """Cut the row into `len(ranks)` equal pieces; piece i belongs to `ranks[i]`.
+
+    A piece that spans documents becomes several slices. Adjacent slices of one document on the same
+    rank are joined, as a kernel sees them as one.
+    """
     ends = list(accumulate(lengths, initial=0))
     edges = [ends[-1] * i // len(ranks) for i in range(len(ranks) + 1)]
     slices: list[list[Slice]] = [[] for _ in set(ranks)]
@@ -94,7 +103,7 @@ PLANS: dict[str, Callable[[Sequence[int], int], SequenceSplit]] = {
 
 
 class Row(NamedTuple):
-    """What a plan is for a row."""
+    """The measures of one plan for one row."""
 
     imbalance: float
     travels: float
@@ -105,7 +114,7 @@ class Row(NamedTuple):
 def measure(
     plan_of: Callable[[Sequence[int], int], SequenceSplit], lengths: Sequence[int], num_ranks: int
 ) -> Row:
-    """One plan of one row."""
+    """Split one row by `plan_of`, and measure the result."""
     begin = time.perf_counter()
     plan = plan_of(lengths, num_ranks)
     seconds = time.perf_counter() - begin
@@ -115,24 +124,28 @@ def measure(
 
 
 def received(plan: SequenceSplit) -> int:
-    """Keys that travel to all ranks together: those that their tokens see and they do not hold."""
+    """Return how many keys all ranks receive: keys that their queries see and they do not hold."""
     total = 0
     for held in plan.slices:
-        seen = {document: end for document, _, end in held}  # up to the last slice of each
+        # Slices are in order, so the last one of a document has its largest end: the causal mask
+        # lets the rank's queries see all keys before that.
+        seen = {document: end for document, _, end in held}
         total += sum(seen.values()) - sum(end - begin for _, begin, end in held)
     return total
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        description=__doc__,
+        epilog=COLUMNS,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--rows", type=int, default=10_000)
-    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4, 8, 16])
-    parser.add_argument("--tokens", type=int, default=65536, help="of a row")
-    parser.add_argument("--median", type=float, default=600.0, help="length of a document")
-    parser.add_argument("--sigma", type=float, default=1.3)
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--rows", type=int, default=10_000, help="number of rows drawn")
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4, 8, 16], help="context ranks")
+    parser.add_argument("--tokens", type=int, default=65536, help="tokens of a row")
+    parser.add_argument("--median", type=float, default=600.0, help="median length of a document")
+    parser.add_argument("--sigma", type=float, default=1.3, help="of the log-normal lengths")
+    parser.add_argument("--seed", type=int, default=0, help="of the rows")
     options = parser.parse_args()
     draw = random.Random(options.seed)
     rows = [
@@ -141,8 +154,9 @@ def main() -> None:
     ]
     documents = statistics.median(map(len, rows))
     print(
-        f"{options.rows} rows of {options.tokens} tokens, {documents:.0f} documents in the median"
+        f"{options.rows} rows of {options.tokens} tokens, median {documents:.0f} documents a row\n"
     )
+    print(COLUMNS, end="")
     print("\n| ranks | plan | imbalance: mean | worst | travels | padding | ms a plan |")
     print("|---:|---|---:|---:|---:|---:|---:|")
     for num_ranks in options.ranks:

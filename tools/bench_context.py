@@ -1,26 +1,15 @@
-"""Attention over heads x context beside Ulysses alone, a p2p ring and torch's ring, in one run.
+"""Compare ISP's attention over head and context ranks with Ulysses, a p2p ring and torch's ring.
 
     python tools/bench_context.py                 # over a modelled link, 4 and 8 ranks
     python tools/bench_context.py --link real     # over veth and tc tbf, root only
     python tools/bench_context.py --quick         # tiny, to see whether it runs
 
-A step is attention of one layer, forward and backward, of a row that all ranks hold together: one
-document, or a row of packed ones with log-normal lengths. All ways of doing it are compared with
-one process in float64 before anything is timed. Then attention sleeps for as long as its pairs of
-queries and keys take, so that ranks do not compete for cores: `--ms` if all ranks have their even
-share. The link is as fast as makes the bytes of Ulysses alone take the given ratio of that.
-
-    h x c           our attention over h head and c context ranks; keys and values by all-to-all
-    1 x p, ring     the same plan, blocks one after the other
-    p2p ring        the row in zig-zag, documents ignored; all blocks go all the way round
-    torch's ring    what `context_parallel` runs, which itself refuses a CPU and packed rows
-
-    sent            by the rank that sends most, in MB
-    of least        by all ranks, over what the placement needs: heads that change ranks, and keys
-                    that are seen where they do not lie
-    step            of the slowest rank, over `--ms`
-    of best         step, over the shortest one; medians, ratios within a round
-    exposed         time that transfers were waited for, of the slowest rank, over `--ms`
+A step is one layer's attention, forward and backward, of a row that is split over all ranks: one
+document, or packed documents of log-normal lengths. First the results of each way are compared with
+those of one process, in float64. In the timed steps attention computes nothing: it sleeps for a
+time proportional to its pairs of a query and a key, so that ranks do not compete for cores. `--ms`
+is the sleep of a rank that has an equal share of the pairs. The speed of the link is chosen so that
+the bytes of Ulysses alone take `--ratios` times that.
 """
 
 from __future__ import annotations
@@ -44,9 +33,24 @@ from isp.core.attention.backends.cpu import CpuAttention
 from isp.core.attention.mask import AttentionMask
 from isp.core.comm import CommLog
 
+COLUMNS = """\
+rows: h x c           our attention over h head ranks and c context ranks: context ranks send keys
+                      and values by all-to-all
+      1 x p, ring     the same split, but context ranks send blocks around a ring
+      p2p ring        a zig-zag split that ignores documents: every block visits every rank
+      torch's ring    the functions of torch's `context_parallel`, called directly: that itself
+                      refuses a CPU, and there is none for packed rows
+sent MB               MB that the rank which sends most sends in a step
+of least              bytes sent by all ranks / the fewest that this split needs: heads that change
+                      ranks, and keys that are attended to on another rank
+step                  median time of a step on the slowest rank / `--ms`
+of best               median over rounds of the step / the fastest row's step
+exposed               median time for which the slowest rank waited for transfers / `--ms`
+"""
+
 
 class ContextBench(Bench):
-    """One rank's part of the tables for one world size."""
+    """The part of one rank in the tables for one world size."""
 
     def __init__(self, rank: int, world: int, options: argparse.Namespace, wires: Wires | None):
         self.rank, self.world, self.options, self.wires = rank, world, options, wires
@@ -55,15 +59,19 @@ class ContextBench(Bench):
         self.heads = Heads(options.heads, options.kv_heads, options.head_size)
 
     def run(self) -> None:
+        """Check all ways, then print the tables for one document and for packed documents."""
         draw = random.Random(self.options.seed)
         tokens = self.options.tokens
         packed = tuple(log_normal_row(draw, tokens, tokens / 50, 1.3))
         for name, lengths in (("one document", (tokens,)), ("packed", packed)):
             self._check_ways(tuple(max(1, n * 32 * self.world // tokens) for n in lengths))
-            self._compare(f"{name} of {len(lengths)}" if len(lengths) > 1 else name, lengths)
+            self._compare(
+                f"{name}, {len(lengths)} documents" if len(lengths) > 1 else name, lengths
+            )
 
     def _check_ways(self, lengths: tuple[int, ...]) -> None:
-        """Every way gives what one process does, and the same gradients."""
+        """Check that outputs and gradients of every way are those of one process, in float64."""
+        # A last document fills the row up to a multiple of 2 * world, as zig-zag needs.
         lengths = (*lengths, -sum(lengths) % (2 * self.world) or 2 * self.world)
         if len(lengths) == 2:
             lengths = (sum(lengths),)
@@ -88,15 +96,16 @@ class ContextBench(Bench):
                 )
 
     def _compare(self, name: str, lengths: tuple[int, ...]) -> None:
+        """Time all ways at each ratio; rank 0 prints the tables."""
         share = self.heads.query * pairs(lengths, lengths) / self.world
         even = self.options.ms / 1e3
-        local = PacedAttention(even / 3.5 / share)  # backward is 2.5 of a forward
+        local = PacedAttention(even / 3.5 / share)  # a backward sleeps 2.5 times a forward
         ways = Ways(lengths, self.heads, local, log=self.log, link=self.link)()
         rows = [self._row(way) for way in ways]
         sent = {row.name: self._sent(row) for row in rows}
         ulysses = sent["Ulysses alone"][0]
         for ratio in self.options.ratios:
-            self._limit(ulysses / (ratio * even))
+            self._limit(ulysses / (ratio * even))  # bytes / seconds
             samples = self._rounds(rows, self.options.rounds)
             if self.rank == 0:
                 print(f"\n**{self.world} ranks, {name}, ", end="")
@@ -120,7 +129,7 @@ class ContextBench(Bench):
         return Row(way.name, step, dict)
 
     def _sent(self, row: Row) -> tuple[float, float]:
-        """Bytes of a step: of the rank that sends most, and of all."""
+        """Return the bytes sent in a step: by the rank that sends most, and by all ranks."""
         self.log.collect()
         row.step()
         total = CommLog.totals(self.log.take()).sent_bytes
@@ -162,19 +171,29 @@ class ContextBench(Bench):
 
 def main() -> None:
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        description=__doc__,
+        epilog=COLUMNS,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--link", choices=("modelled", "real"), default="modelled")
-    parser.add_argument("--ranks", type=int, nargs="+", default=[4, 8])
-    parser.add_argument("--ratios", type=float, nargs="+", default=[0.25, 0.5, 1.0])
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--tries", type=int, default=4)
-    parser.add_argument("--ms", type=float, default=400.0, help="compute of a step, if even")
-    parser.add_argument("--tokens", type=int, default=8192, help="of the row")
+    parser.add_argument("--ranks", type=int, nargs="+", default=[4, 8], help="CPU ranks")
+    parser.add_argument(
+        "--ratios",
+        type=float,
+        nargs="+",
+        default=[0.25, 0.5, 1.0],
+        help="times of the transfers of Ulysses alone, divided by --ms",
+    )
+    parser.add_argument("--rounds", type=int, default=5, help="timed steps of each row")
+    parser.add_argument("--tries", type=int, default=4, help="most tries for an undisturbed step")
+    parser.add_argument(
+        "--ms", type=float, default=400.0, help="compute of a step on each rank, if balanced"
+    )
+    parser.add_argument("--tokens", type=int, default=8192, help="tokens of the row")
     parser.add_argument("--heads", type=int, default=16)
     parser.add_argument("--kv-heads", type=int, default=8)
     parser.add_argument("--head-size", type=int, default=32)
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seed", type=int, default=0, help="of the packed documents")
     parser.add_argument("--latency-us", type=float, default=50.0, help="of a modelled transfer")
     parser.add_argument("--quick", action="store_true", help="tiny, to see whether it runs")
     options = parser.parse_args()
@@ -182,7 +201,8 @@ def main() -> None:
         options.ratios, options.rounds, options.tries, options.ms = [0.5], 2, 1, 20.0
         options.tokens, options.heads, options.kv_heads, options.head_size = 512, 8, 4, 8
     print(f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, torch", end=" ")
-    print(f"{torch.__version__}, gloo over a {options.link} link, one thread a rank")
+    print(f"{torch.__version__}, gloo over a {options.link} link, one thread a rank\n")
+    print(COLUMNS, end="", flush=True)
     for world in options.ranks:
         run_ranks(world, options, bench=ContextBench)
 

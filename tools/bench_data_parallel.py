@@ -1,12 +1,10 @@
-"""Step time of our data parallel wrappers against torch's DistributedDataParallel, in one run.
+"""Compare step times of ISP's data parallel wrappers and torch's DistributedDataParallel.
 
     python tools/bench_data_parallel.py --ranks 2 4 --steps 30
 
-Every rank holds one copy of the model for each wrapper and trains them in turn, a step each, the
-first one rotating, so that all see the same disturbances. A step is forward, backward with the
-gradients' reduction, and SGD. The slowest rank's time counts. Shown are the medians, the median of
-the ratios to DistributedDataParallel of the same round, and the processor time that the slowest
-rank spent, which other programs on the machine do not blur.
+Every rank holds one copy of the model for each wrapper. The wrappers take turns, a step each, and
+each round another one begins, so that other programs on the machine disturb all equally. A step is
+forward, backward with the reduction of gradients, and SGD. A time is that of the slowest rank.
 """
 
 from __future__ import annotations
@@ -25,13 +23,18 @@ from isp.core.comm import Channel
 from isp.data_parallel import DataParallelBucket, DataParallelNaive
 from isp.parity.forked import run_ranks
 
+COLUMNS = """\
+median ms      time of a step; fastest ms: the shortest one
+of DDP         median over rounds of the time / DistributedDataParallel's
+processor ms   processor time of a step, which other programs disturb less; then its ratio to DDP's
+"""
 REFERENCE = "DistributedDataParallel"
 Step = Callable[[Tensor], None]
 Times = dict[str, list[tuple[float, float]]]
 
 
 def build(width: int, depth: int) -> nn.Module:
-    """A tower of residual-free MLP blocks, the same on every rank."""
+    """Build `depth` MLP blocks without residuals, with the same weights on every rank."""
     torch.manual_seed(0)
     blocks = []
     for _ in range(depth):
@@ -41,7 +44,7 @@ def build(width: int, depth: int) -> nn.Module:
 
 
 def steps_of(width: int, depth: int) -> dict[str, Step]:
-    """A training step for each wrapper, each with its own process group."""
+    """Build the training step of each wrapper, each with a process group of its own."""
 
     def theirs(view: bool) -> Step:
         model = DistributedDataParallel(
@@ -62,7 +65,7 @@ def steps_of(width: int, depth: int) -> dict[str, Step]:
 
 
 def training_step(model: nn.Module, begin: Callable[[], None]) -> Step:
-    """Forward, backward and SGD of one wrapper."""
+    """Build a training step (`begin`, forward, backward, SGD) of a wrapped model."""
     sgd = torch.optim.SGD(model.parameters(), lr=1e-3, foreach=True)
 
     def step(x: Tensor) -> None:
@@ -81,7 +84,7 @@ def measure(rank: int, world: int, options: argparse.Namespace) -> None:
     times: Times = {name: [] for name in names}
     for i in range(options.warmup + options.steps):
         for name in names[i % len(names) :] + names[: i % len(names)]:
-            dist.barrier()
+            dist.barrier()  # so that a rank does not wait for others in the timed part
             begin = time.perf_counter(), time.process_time()
             steps[name](x)
             end = time.perf_counter(), time.process_time()
@@ -96,7 +99,7 @@ def measure(rank: int, world: int, options: argparse.Namespace) -> None:
 
 
 def report(world: int, times: Times) -> None:
-    """A line for each wrapper."""
+    """Print the table: a line for each wrapper."""
     columns = ("median ms", "fastest ms", "of DDP", "processor ms", "of DDP")
     print(f"{f'{world} ranks (gloo)':<30}" + "".join(f"{c:>14}" for c in columns))
     for name, pairs in times.items():
@@ -112,21 +115,26 @@ def report(world: int, times: Times) -> None:
 
 
 def median_ratio(ours: Sequence[float], theirs: Sequence[float]) -> float:
-    """Median over the rounds of our time divided by theirs."""
+    """Return the median over rounds of `ours` / `theirs`."""
     return statistics.median(a / b for a, b in zip(ours, theirs, strict=True))
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
-    parser.add_argument("--steps", type=int, default=30)
-    parser.add_argument("--warmup", type=int, default=5)
-    parser.add_argument("--width", type=int, default=384)
-    parser.add_argument("--depth", type=int, default=8)
-    parser.add_argument("--batch", type=int, default=256)
+    parser = argparse.ArgumentParser(
+        description=__doc__,
+        epilog=COLUMNS,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4], help="CPU ranks")
+    parser.add_argument("--steps", type=int, default=30, help="timed steps of each wrapper")
+    parser.add_argument("--warmup", type=int, default=5, help="steps before these")
+    parser.add_argument("--width", type=int, default=384, help="features of the model")
+    parser.add_argument("--depth", type=int, default=8, help="blocks of the model")
+    parser.add_argument("--batch", type=int, default=256, help="rows of a rank")
     options = parser.parse_args()
     parameters = sum(p.numel() for p in build(options.width, options.depth).parameters())
-    print(f"{parameters / 1e6:.1f}M float32 parameters, batch {options.batch}, 1 thread a rank")
+    print(f"{parameters / 1e6:.1f}M float32 parameters, batch {options.batch}, 1 thread a rank\n")
+    print(COLUMNS, flush=True)
     for world in options.ranks:
         run_ranks(world, measure, world, options, timeout_seconds=3600.0)
 

@@ -1,16 +1,17 @@
-"""Weights of experts or their tokens: both ways over a modelled link, around the crossing.
+"""Compare gathering the weights of experts with sending tokens to experts, over a modelled link.
 
     python tools/bench_experts.py [--mbit 20] [--rounds 3] [--shared]
 
-A decoder with experts trains on 4 ranks, float32: with `parallel.expert.size=1` experts are
-gathered; with 4 their tokens travel. All transfers of a rank queue on one link. A time is that of
-the slowest rank, the median of the rounds; a ratio is the median of ratios within a round. The part
-of compute is that of a step over a link without a limit: the rest is transfers, so that they decide
-and not copies on a few cores.
+A decoder with experts trains on 4 ranks, in float32. With `parallel.expert.size=1` ("gather") every
+rank gathers the weights of all experts; with size 4 ("exchange") tokens are sent to the ranks of
+their experts, "in 2" with `num_chunks=2`. Exchanging sends fewer bytes with few tokens, gathering
+with many; the crossing is the number of tokens at which both send the same. The table has numbers
+of tokens around it. All transfers of a rank queue on one link, and the slowest rank counts.
 
-With --shared: tokens travel, and the decoder has a shared expert, whose matmuls sleep: a quarter
-of an all-to-all of the tokens each, 2 in forward and 4 in backward. It is computed while tokens are
-exchanged or, as the decoder calls it, behind the experts.
+With --shared, tokens are exchanged and the decoder has a shared expert, whose matmuls sleep: a
+quarter of an all-to-all of the tokens each, 2 in forward and 4 in backward. It is computed while
+tokens are exchanged ("ahead"), or after the routed experts, where the decoder calls it ("after").
+Printed are median times, and the median ratio of both in a round.
 """
 
 from __future__ import annotations
@@ -37,6 +38,12 @@ from isp.planner.experts import PASSES, ExpertLayer, crossing_tokens
 from model.config import ModelConfig
 from model.decoder import Decoder
 
+COLUMNS = """\
+tokens of a rank   in a step
+planned            the way that sends fewer bytes, by the planner
+gather, exchange   median ms of a step; in a round, that step / the fastest way's step (median over
+                   rounds); in parentheses: the step over an unlimited link, as a share of the step
+"""
 RANKS, ROW, LAYERS = 4, 64, 3
 HIDDEN, INSIDE, EXPERTS, USED = 64, 32, 64, 2
 WAYS = {
@@ -45,25 +52,29 @@ WAYS = {
     "exchange in 2": ExpertConfig(size=4, num_chunks=2),
 }
 PARTS = (0.5, 0.75, 1.0, 1.25, 1.5, 2.0)
-"""Tokens of a rank, as parts of those at the crossing."""
+"""The measured numbers of tokens of a rank, divided by the crossing."""
 UNLIMITED = 1e15
+"""Bytes per second of a link that takes no time."""
 
 
 class Times(NamedTuple):
-    """Seconds of steps of one way with some tokens."""
+    """Step times of one way at one number of tokens, in seconds."""
 
     limited: list[float]
+    """Over the link, one for each round."""
     unlimited: float
+    """Over a link that takes no time."""
 
 
-def planned() -> float:
-    """Tokens of a rank at which both ways send the same; the last layer is gathered once."""
+def planned_crossing() -> float:
+    """Return the tokens of a rank at which both ways send the same number of bytes."""
     layer = ExpertLayer(EXPERTS, USED, HIDDEN, 3 * HIDDEN * INSIDE)
+    # The last layer's weights stay between forward and backward: it is gathered once less.
     return crossing_tokens([layer], passes=PASSES - 1 / LAYERS)
 
 
 def _run(way: str, shared: int = 0) -> ParallelRun:
-    """`shared`: features inside of a shared expert; 0: there is none."""
+    """Build the run of one of `WAYS`, with a shared expert of `shared` features unless it is 0."""
     sizes = ModelConfig(
         vocab_size=64,
         hidden_size=HIDDEN,
@@ -85,12 +96,12 @@ def _run(way: str, shared: int = 0) -> ParallelRun:
 
 
 def _limit(run: ParallelRun, bytes_per_second: float) -> None:
-    """Let all transfers of a rank queue on one link of this speed."""
+    """Let all transfers of this rank queue on one modelled link of this speed."""
     Link(bytes_per_second, 50e-6).slow(run.mesh.opened)
 
 
 def _seconds(run: ParallelRun, ids: Tensor) -> float:
-    """The time of a step on the slowest rank."""
+    """Return the time of a step on the slowest rank. All ranks must call this."""
     run.mesh.host.all_reduce(torch.zeros(1)).wait()
     began = time.perf_counter()
     run.step(run.loss(ids), lr=0.0)
@@ -100,13 +111,18 @@ def _seconds(run: ParallelRun, ids: Tensor) -> float:
 
 
 def _measure_shared(rank: int, options: argparse.Namespace) -> dict[str, list[float]]:
-    """Steps with a shared expert that is computed while tokens travel, and behind the experts."""
+    """Time steps with a shared expert; return seconds by name, one for each round.
+
+    "ahead" computes it while tokens are exchanged, "after" after the routed experts. "an
+    all-to-all" has the time of one exchange of tokens over the link.
+    """
     torch.set_num_threads(1)
     ids = torch.randint(64, (16, ROW), generator=torch.Generator().manual_seed(rank))
     exchange = ids.numel() * USED * HIDDEN * 4 * (1 - 1 / RANKS) / (options.mbit * 125_000)
     runs, ahead_of = {"ahead": _run("exchange", INSIDE)}, WeightHolders._ahead_of
+    # There is no key to turn this off: a model built without `_ahead_of` computes it in place.
     WeightHolders._ahead_of = lambda *_: None
-    runs["behind"] = _run("exchange", INSIDE)
+    runs["after"] = _run("exchange", INSIDE)
     WeightHolders._ahead_of = ahead_of
     for run in runs.values():
         for layer in linears_of(run.train_step.built):
@@ -114,7 +130,7 @@ def _measure_shared(rank: int, options: argparse.Namespace) -> dict[str, list[fl
                 layer.communicator = Paced(layer.communicator, lambda _: exchange / 4)
         run.step(run.loss(ids), lr=0.0)  # the first one makes buffers
         _limit(run, options.mbit * 125_000)
-    found: dict[str, list[float]] = {"an all-to-all": [exchange], "ahead": [], "behind": []}
+    found: dict[str, list[float]] = {"an all-to-all": [exchange], "ahead": [], "after": []}
     for _ in range(options.rounds):
         for way, run in runs.items():
             found[way].append(_seconds(run, ids))
@@ -122,16 +138,17 @@ def _measure_shared(rank: int, options: argparse.Namespace) -> dict[str, list[fl
 
 
 def _measure(rank: int, options: argparse.Namespace) -> dict[str, list[Times]]:
-    """By way, the times of each number of tokens."""
+    """Time all ways; return the times by way, one for each of `PARTS`."""
     torch.set_num_threads(1)
     found: dict[str, list[Times]] = {way: [] for way in WAYS}
     runs = {way: _run(way) for way in WAYS}
     generator = torch.Generator().manual_seed(rank)
     for part in PARTS:
-        rows = round(part * planned() / ROW)
+        rows = round(part * planned_crossing() / ROW)
         ids = torch.randint(64, (rows, ROW), generator=generator)
         seconds: dict[str, list[float]] = {way: [] for way in WAYS}
         alone: dict[str, float] = {}
+        # Round 0 warms up and measures the step over an unlimited link.
         for number in range(options.rounds + 1):
             for way, run in runs.items():
                 _limit(run, options.mbit * 125_000 if number else UNLIMITED)
@@ -147,13 +164,16 @@ def _measure(rank: int, options: argparse.Namespace) -> dict[str, list[Times]]:
     return found
 
 
-def _table(found: dict[str, list[Times]]) -> None:
-    tokens = [round(part * planned() / ROW) * ROW for part in PARTS]
+def _print_table(found: dict[str, list[Times]]) -> None:
+    """Print the times of all ways, and the measured and the planned crossing."""
+    crossing = planned_crossing()
+    tokens = [round(part * crossing / ROW) * ROW for part in PARTS]
+    print(COLUMNS)
     print(f"{'tokens of a rank':>16}{'planned':>10}" + "".join(f"{way:>24}" for way in WAYS))
     ratios, chosen = [], list[float]()
     for i, count in enumerate(tokens):
         best = [min(x) for x in zip(*(found[way][i].limited for way in WAYS), strict=True)]
-        way = "gather" if count >= planned() else "exchange"
+        way = "gather" if count >= crossing else "exchange"
         cells = []
         for name in WAYS:
             times = found[name][i]
@@ -167,28 +187,42 @@ def _table(found: dict[str, list[Times]]) -> None:
         ratios.append(statistics.median(a / b for a, b in pairs))
         print(f"{count:>16,}{way:>10}" + "".join(f"{cell:>24}" for cell in cells))
     print(f"the planned way is at most {max(chosen):.2f} times as long as the better")
-    print("in each cell: step, over the best of its round (compute as a part of it)")
-    measured = _equal(tokens, ratios)
+    measured = _measured_crossing(tokens, ratios)
+    if measured is None:
+        print(
+            f"equal at no number of tokens in the table, planned at {crossing:,.0f}: gathering"
+            f" takes {ratios[0]:.2f} times as long as exchanging at {tokens[0]:,} tokens of a rank,"
+            f" and {ratios[-1]:.2f} times at {tokens[-1]:,}"
+        )
+        return
     print(
-        f"equal at {measured:,.0f} tokens of a rank, planned at {planned():,.0f}:"
-        f" {measured / planned():.2f} of it"
+        f"equal at {measured:,.0f} tokens of a rank, planned at {crossing:,.0f}:"
+        f" {measured / crossing:.2f} of it"
     )
 
 
-def _equal(tokens: list[int], ratios: list[float]) -> float:
-    """The tokens at which gathering takes as long as exchanging, between the two nearest rows."""
+def _measured_crossing(tokens: list[int], ratios: list[float]) -> float | None:
+    """Return the tokens at which both ways take the same time, or None if no two rows enclose it.
+
+    `ratios` are times of gathering / exchanging. The first two neighbors where it falls below 1 are
+    interpolated.
+    """
     for (a, x), (b, y) in zip(
         zip(tokens, ratios, strict=True), zip(tokens[1:], ratios[1:], strict=True), strict=False
     ):
         if x >= 1 > y:
             return a + (b - a) * (x - 1) / (x - y)
-    return float("nan")
+    return None
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--mbit", type=float, default=20, help="of the link of a rank a second")
-    parser.add_argument("--rounds", type=int, default=3)
+    parser = argparse.ArgumentParser(
+        description=__doc__,
+        epilog=COLUMNS,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--mbit", type=float, default=20, help="Mbit/s of the link of each rank")
+    parser.add_argument("--rounds", type=int, default=3, help="timed steps of each way")
     parser.add_argument("--shared", action="store_true", help="time a shared expert instead")
     options = parser.parse_args()
     print(
@@ -197,12 +231,15 @@ def main() -> None:
     )
     if options.shared:
         found = run_ranks(RANKS, _measure_shared, options, timeout_seconds=3000)[0]
-        pairs = zip(found["ahead"], found["behind"], strict=True)
+        pairs = zip(found["ahead"], found["after"], strict=True)
         medians = (f"{way} {statistics.median(times) * 1e3:.0f} ms" for way, times in found.items())
         ratio = statistics.median(a / b for a, b in pairs)
-        print(f"shared expert: {', '.join(medians)}; ahead / behind {ratio:.2f}")
+        print(
+            "shared expert computed while tokens are exchanged (ahead) or after the routed experts:"
+            f" {', '.join(medians)}; ahead / after {ratio:.2f}"
+        )
         return
-    _table(run_ranks(RANKS, _measure, options, timeout_seconds=3000)[0])
+    _print_table(run_ranks(RANKS, _measure, options, timeout_seconds=3000)[0])
 
 
 if __name__ == "__main__":

@@ -1,14 +1,12 @@
-"""A step whose weights are split over all GPUs, ours beside torch's fully_shard, in one run.
+"""Compare step times of ISP and torch's fully_shard, with weights sharded over all GPUs.
 
     torchrun --nproc-per-node 8 tools/bench_fully_shard.py
     torchrun --nproc-per-node 2 tools/bench_fully_shard.py --device cpu --quick
 
-The contestants are those of `bench_overlap`, over the links that there are: forward, backward and
-the sums of gradients of the same decoder, each rank on a row of its own, in bfloat16 with gradients
-summed in float32. fully_shard runs by itself, on its own streams. First all losses and gradients
-are compared; then they run in turn, a step each, the first one rotating. The slowest rank counts;
-shown are medians over the rounds, also over the time of the whole model on each rank, where nothing
-travels.
+As `bench_overlap`, but over the links of the machine: a step is forward, backward and the reduction
+of gradients of the same decoder, in bfloat16 with gradients reduced in float32; each rank has a row
+of its own. fully_shard uses its own collectives and streams. First all losses and gradients are
+compared. Then the rows of the table take turns, a step each, and each round another one begins.
 """
 
 from __future__ import annotations
@@ -32,12 +30,19 @@ from isp.core.mesh import Axis
 from isp.core.mesh.config import OverlapUnit
 from isp.metrics import device_name
 
+COLUMNS = """\
+tokens a rank   length of the row of each rank
+who             `compute alone`: every rank has the whole model and nothing is communicated;
+                `ours`: ISP; `weights stay`: gathered in forward, kept for backward
+ms a step       median on the slowest rank
+of compute      that median / the median of `compute alone`
+"""
 TOLERANCE = {torch.bfloat16: 2e-2, torch.float32: 1e-5}
-"""Of losses and gradients, as shares of their norms: bfloat16 keeps 8 bits."""
+"""Largest difference of losses and gradients, as a share of their norms: bfloat16 has 8 bits."""
 
 
 def compute_of(options: argparse.Namespace, mesh: Mesh, device: torch.device) -> Compute:
-    """The work of a rank at the first of the lengths; layers of the sizes of llama3.1-8b."""
+    """Return the work of a rank: layers with the sizes of llama3.1-8b, rows of the first length."""
     dtype = getattr(torch, options.dtype)
     model = llama_layers(options.layers, quick=options.quick)
     attention = make_local_attention(
@@ -48,7 +53,7 @@ def compute_of(options: argparse.Namespace, mesh: Mesh, device: torch.device) ->
 
 
 def contestants(compute: Compute, mesh: Mesh) -> list[Row]:
-    """The model on every rank, then its weights split over all of them."""
+    """Build the rows of the table: compute alone, then ways to shard the weights over all ranks."""
     apart = mesh.open(Axis.WEIGHT, "weight_reduce")
     return [
         compute_alone(compute),
@@ -70,7 +75,7 @@ def contestants(compute: Compute, mesh: Mesh) -> list[Row]:
 
 
 def seconds(row: Row, device: torch.device) -> float:
-    """The time of a step of the slowest rank."""
+    """Return the time of a step on the slowest rank. All ranks must call this."""
 
     def wait() -> None:
         if device.type == "cuda":
@@ -87,13 +92,17 @@ def seconds(row: Row, device: torch.device) -> float:
 
 
 def main() -> None:
-    """Compare all, then time them at every length."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    """Compare losses and gradients, then print the table, on every rank that torchrun starts."""
+    parser = argparse.ArgumentParser(
+        description=__doc__,
+        epilog=COLUMNS,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--lengths", type=int, nargs="+", default=[2048, 8192], help="of a row")
-    parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--rounds", type=int, default=10, help="timed steps of each row")
     parser.add_argument("--quick", action="store_true", help="tiny, to see whether it runs")
     parser.add_argument("--json", type=Path, help="where to write the numbers")
     options = parser.parse_args()
@@ -103,7 +112,9 @@ def main() -> None:
     device = torch.device("cuda", index) if options.device == "cuda" else torch.device("cpu")
     with World(device) as world:
         if world.size == 1:
-            sys.exit("weights of one rank do not travel: torchrun --nproc-per-node 2, or more")
+            sys.exit(
+                "error: one rank shards nothing: start at least two, by torchrun --nproc-per-node 2"
+            )
         mesh = mesh_of(world.size, world.rank)
         found = measure(options, mesh, device)
         if world.rank == 0 and options.json:
@@ -111,7 +122,7 @@ def main() -> None:
 
 
 def measure(options: argparse.Namespace, mesh: Mesh, device: torch.device) -> list[dict[str, Any]]:
-    """A line of the table for each contestant and length; rank 0 prints it."""
+    """Return the lines of the table, one for each way and length; rank 0 prints them."""
     compute = compute_of(options, mesh, device)
     rows = contestants(compute, mesh)
     compare(rows[0], rows[1:], TOLERANCE[compute.dtype])
@@ -123,7 +134,7 @@ def measure(options: argparse.Namespace, mesh: Mesh, device: torch.device) -> li
             first = turn % len(rows)
             for row in rows[first:] + rows[:first]:
                 taken[row.name].append(seconds(row, device))
-        # The first turn is to warm up.
+        # The first turn warms up and is left out.
         medians = {name: statistics.median(times[1:]) for name, times in taken.items()}
         alone = medians[rows[0].name]
         found += [
@@ -133,6 +144,7 @@ def measure(options: argparse.Namespace, mesh: Mesh, device: torch.device) -> li
     if mesh.rank == 0:
         ranks = mesh.topology.world_size
         print(f"{ranks} x {device_name(device)}, torch {torch.__version__}, {options.dtype}\n")
+        print(COLUMNS)
         print("| tokens a rank | who | ms a step | of compute |\n|---:|---|---:|---:|")
         for one in found:
             print("| {tokens:,} | {who} | {ms:.1f} | {of_compute:.3f} |".format(**one))

@@ -1,14 +1,13 @@
-"""What a model of transformers costs in ISP: by `model.hf`, in the own decoder, and unchanged.
+"""Compare a model of transformers in ISP by `model.hf`, in ISP's decoder, and in transformers.
 
     python tools/bench_hf.py --rounds 7
 
-All begin with the weights of one folder and train on the same batch in turn, a step each, the first
-one rotating, so that they see the same disturbances. A step is forward, backward, clipping and
-AdamW, float32 on CPU, a thread a rank. On two ranks (isp, tensor 2 and weight 2, forked) there are
-ISP's two alone, and a step begins and ends with nothing under way. A model with experts the own
-decoder does not compute; there it is `model.hf` with weight 1. First the losses of a few steps have
-to agree. Shown are medians of the ratios of the same round, of wall time and of processor time,
-which other programs on the machine blur less; of the ranks the slowest counts.
+All start from the weights of one folder, and train on the same batch. They take turns, a step each,
+and each round another one begins. A step is forward, backward, clipping and AdamW, in float32 on
+CPU with one thread a rank. On two ranks (isp mode, tensor 2 and weight 2) plain transformers is
+left out, and no transfer is in flight when a step begins or ends. ISP's decoder cannot compute a
+model with experts: there, two ranks compare `model.hf` with itself at weight 1. Before anything is
+timed, the losses of three steps have to agree.
 """
 
 from __future__ import annotations
@@ -68,16 +67,25 @@ SIZES = {
         "moe_intermediate_size": 512,
     },
 }
+COLUMNS = """\
+losses differ by    the largest difference of the losses of three steps
+pair                `model.hf`: ISP runs the modules of transformers; `own decoder`: ISP's decoder;
+                    `weight 1`: model.hf with whole weights on each rank
+ms                  median time of a step, of both
+wall ratio          median over rounds of the first one's time / the second one's, slowest rank
+processor ratio     the same of processor time, which other programs disturb less
+"""
 PLAIN, HF, OWN, WHOLE = "transformers", "model.hf", "own decoder", "weight 1"
 TOLERANCE = 1e-5
-"""Of the losses; sums in another order, float32."""
+"""The largest difference of float32 losses: sums are in another order."""
 Step = Callable[[], float]
+"""Makes a training step and returns its loss."""
 Times = dict[str, list[tuple[float, float]]]
-"""Of each round, seconds of wall and of processor time."""
+"""By name, for each round: seconds of wall time and of processor time."""
 
 
 def write_folder(folder: Path, size: str, seq_len: int) -> None:
-    """A Llama, or a Qwen3 with experts, with random weights."""
+    """Write a Llama, or a Qwen3 with experts, with random weights, into `folder`."""
     from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3MoeConfig
 
     kind = Qwen3MoeConfig if "num_experts" in SIZES[size] else LlamaConfig
@@ -100,7 +108,7 @@ def decoder_keys(folder: Path) -> dict[str, Any]:
 
 
 def job(folder: Path, name: str, ranks: int, seq_len: int) -> JobConfig:
-    """A run of the model in `folder`."""
+    """Return the configuration that trains the model in `folder` by the way `name`."""
     weight = 1 if name == WHOLE else ranks
     values = {
         "model": decoder_keys(folder) if name == OWN else {"hf": str(folder)},
@@ -124,7 +132,10 @@ def fill(train_step: TrainStep, folder: Path) -> None:
 
 
 def ours(config: JobConfig, batch: MicroBatch, mesh: Mesh, folder: Path) -> Step:
-    """A training step as the trainer builds it, on the device of `batch`, from these weights."""
+    """Build ISP's training step, as the trainer does, on the device of `batch`.
+
+    The weights are those of `folder`.
+    """
     own = config.model.hf is None
     train_step = make_train_step(
         trained_model(config),
@@ -138,7 +149,7 @@ def ours(config: JobConfig, batch: MicroBatch, mesh: Mesh, folder: Path) -> Step
         fill(train_step, folder)
 
     def step() -> float:
-        train_step.weights_changed()
+        train_step.weights_changed()  # launches the gathers that `drain` dropped
         outcome = train_step([batch], config.optimizer.lr)
         train_step.drain()
         return outcome.loss
@@ -154,9 +165,10 @@ def plain(
     *,
     shard: Callable[[nn.Module], None] | None = None,
 ) -> Step:
-    """Make a training step of the unchanged model, as anybody writes it.
+    """Build a training step of the unchanged transformers model, in plain torch.
 
-    `kernel` is its attention's. `shard` changes the model first, which is in float32 then.
+    `kernel` is its `attn_implementation`. `shard` is applied to the model first, which is then in
+    float32.
     """
     from transformers import AutoModelForCausalLM
 
@@ -171,7 +183,7 @@ def plain(
         model.gradient_checkpointing_enable({"use_reentrant": False})
     values, parameters = config.optimizer, list(model.parameters())
     adamw = torch.optim.AdamW(
-        [
+        [  # as ISP, which decays matrices only
             {"params": [p for p in parameters if p.dim() > 1]},
             {"params": [p for p in parameters if p.dim() == 1], "weight_decay": 0.0},
         ],
@@ -195,9 +207,9 @@ def plain(
 
 
 def steps_of(folder: Path, ranks: int, seq_len: int) -> dict[str, Step]:
-    """A training step of each, on the same batch."""
-    computed = json.loads((folder / "config.json").read_text())["model_type"] == "llama"
-    other = [OWN] if computed else [WHOLE] * (ranks > 1)
+    """Build the training step of each way, on the same batch, by name."""
+    is_llama = json.loads((folder / "config.json").read_text())["model_type"] == "llama"
+    other = [OWN] if is_llama else [WHOLE] * (ranks > 1)
     jobs = {name: job(folder, name, ranks, seq_len) for name in (HF, *other)}
     torch.manual_seed(0)
     tokens = torch.randint(jobs[HF].model.vocab_size, (1, seq_len + 1))
@@ -211,7 +223,7 @@ def steps_of(folder: Path, ranks: int, seq_len: int) -> dict[str, Step]:
 
 
 def timed(step: Step) -> tuple[float, float]:
-    """Seconds of wall and of processor time."""
+    """Make a step on all ranks; return its seconds of wall time and of processor time."""
     dist.barrier()
     wall, cpu = time.perf_counter(), time.process_time()
     step()
@@ -221,7 +233,7 @@ def timed(step: Step) -> tuple[float, float]:
 def measure(
     rank: int, folder: Path, ranks: int, options: argparse.Namespace
 ) -> tuple[float, Times]:
-    """By how much the losses differ, and the times of this rank."""
+    """Return the largest difference of losses, and the times of this rank."""
     steps = steps_of(folder, ranks, options.seq_len)
     names, off = list(steps), 0.0
     for _ in range(3):
@@ -243,7 +255,7 @@ def measure(
 
 
 def slowest(of_ranks: list[Times]) -> Times:
-    """Of each round the largest over the ranks."""
+    """Return the largest times over the ranks, for each way and round."""
     return {
         name: [
             (max(wall for wall, _ in of_round), max(cpu for _, cpu in of_round))
@@ -254,14 +266,19 @@ def slowest(of_ranks: list[Times]) -> Times:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--seq-len", type=int, default=1024)
-    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2])
+    parser = argparse.ArgumentParser(
+        description=__doc__,
+        epilog=COLUMNS,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--rounds", type=int, default=7, help="timed steps of each way")
+    parser.add_argument("--seq-len", type=int, default=1024, help="tokens of the batch")
+    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2], help="CPU ranks")
     parser.add_argument("--sizes", nargs="+", choices=SIZES, default=list(SIZES))
     parser.add_argument("--profile", action="store_true", help="show where a step spends its time")
     options = parser.parse_args()
     torch.set_num_threads(1)
+    print(COLUMNS)
     print("| model | ranks | losses differ by | pair | ms | wall ratio | processor ratio |")
     print("|---|---|---|---|---|---|---|")
     for size in options.sizes:
@@ -277,7 +294,7 @@ def main() -> None:
 
 
 def show(before: str, pair: tuple[str, str], times: Times) -> None:
-    """A line of the table."""
+    """Print the line of the table that compares `pair`; `before` are its first cells."""
     a, b = (times[name] for name in pair)
     wall, cpu = (statistics.median(x[i] / y[i] for x, y in zip(a, b, strict=True)) for i in (0, 1))
     ms = " / ".join(f"{1e3 * statistics.median(x for x, _ in of_one):.0f}" for of_one in (a, b))

@@ -1,17 +1,13 @@
-"""Host time a layer: ours in every mode beside plain torch's, alone and under `fully_shard`.
+"""Compare the host time of a layer in every mode with plain torch, alone and under `fully_shard`.
 
     python tools/bench_host.py --rounds 30
 
-Tensors are so small that what is measured is Python and the dispatch of torch's ops. Two ranks
-share weights or sequence, of which this process is one; their wire is torch's fake process group,
-which is there at once, behind the path that NCCL takes. Times are processor time of the main
-thread, of a long model less a short one, by the layers between them; forward and backward are those
-of the trainer's step, the latter up to the last delivered gradient; as there, Python's garbage is
-collected between steps alone. Models take turns. Of all rounds the least is shown, which other
-programs disturb least, and of what lies beyond plain torch the median, too.
-
-Beside the times stand counts of the same layers: collectives, torch ops, calls of Python functions,
-those of ours among them, and blocks of Python's memory that forward leaves for backward.
+Tensors are so small that the time is that of Python and of the dispatch of torch's ops. This
+process is one of two ranks. The other one does not exist: torch's fake process group completes a
+collective at once, on the code path that NCCL takes. The time of a layer is the processor time of
+the main thread in a model of 10 layers, minus that in a model of 2 layers, divided by 8. Forward
+and backward are those of the trainer's step; backward ends when the last gradient is delivered. As
+in the trainer, Python's garbage is collected only between steps. Models take turns.
 """
 
 from __future__ import annotations
@@ -55,13 +51,21 @@ from isp.train.garbage import collected_every
 from model.build import language_model
 from model.config import ModelConfig
 
+COLUMNS = """\
+forward, backward   ms of a layer: the least of all rounds, which other programs disturb least
+beyond              forward + backward minus those of plain torch, of the least times
+median              the same of the median times
+collectives, ops    collectives and torch ops that a layer launches; ops include the collectives
+calls, own_calls    calls of Python functions, and how many of these are functions of ISP
+alive               blocks of Python's memory that the forward of a layer keeps for its backward
+"""
 TOKENS = 16
 PLAIN, SHARDED = "plain torch", "fully_shard over 2"
 RECOMPUTED, STAY = ", recomputed", ", weights stay"
 SHORT, LONG = 2, 10
-"""Layers of the two models, whose difference is shown."""
+"""Layers of the two models whose difference is shown."""
 OWN = tuple(str(Path(__file__).parents[1] / folder) for folder in ("isp", "model"))
-"""Folders of this project's functions."""
+"""Folders whose functions are counted as ISP's."""
 CONFIG = ModelConfig(
     vocab_size=32,
     hidden_size=32,
@@ -72,32 +76,33 @@ CONFIG = ModelConfig(
 )
 
 
-class Pass(NamedTuple):
-    """A step in two halves: forward gives a loss, backward what its gradients need.
-
-    All micro-batches but the last are in the first half.
-    """
+class StepHalves(NamedTuple):
+    """A training step without its update, in two halves that are timed one after the other."""
 
     forward: Callable[[], Tensor]
+    """Returns the loss. Of several micro-batches, all but the last run backward here as well."""
     backward: Callable[[Tensor], None]
+    """Runs backward of the last micro-batch, until its gradients are delivered."""
     before: Callable[[], None]
-    """What a step has to do beside these."""
+    """Prepares a step; is not timed."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """A line of the table."""
+    """A line of the table, and how its model is built."""
 
     name: str
     parallel: ParallelConfig | None = None
-    """None: plain torch, or `fully_shard`."""
+    """The layout of ISP; None: plain torch, or `fully_shard`."""
     recompute: bool = False
+    """Whether backward recomputes each block."""
     metered: bool = False
-    """Whether the log keeps what is launched, as for the lines that the trainer writes."""
+    """Whether the communication log records transfers, as in steps for which the trainer logs."""
     micro_num: int = 1
-    """Micro-batches of a step; what is shown is of one."""
+    """Micro-batches of a step; the table shows the time of one."""
 
-    def build(self, layers: int) -> Pass:
+    def build(self, layers: int) -> StepHalves:
+        """Build the model with `layers` layers, and its step."""
         config = replace(CONFIG, num_layers=layers, checkpoint=float(self.recompute))
         if self.parallel is not None:
             return _ours(config, self)
@@ -105,7 +110,7 @@ class Row:
 
 
 def rows() -> list[Row]:
-    """Plain torch first; all with and without recompute."""
+    """Return the lines of the table: plain torch first, most lines without and with recompute."""
     plain = [Row(PLAIN), Row(SHARDED)]
     sizes = ((1, 1), (1, 2), (2, 2))
     isp = {f"isp, tensor {t}, weight {w}": _parallel(Mode.ISP, t, w) for t, w in sizes}
@@ -128,11 +133,14 @@ def _parallel(mode: Mode, tensor: int, weight: int, **options: bool) -> Parallel
 
 
 class _Recomputed(PlainBlock):
+    """A plain block that is recomputed in backward by torch's `checkpoint`."""
+
     def forward(self, *args: Any) -> Any:
         return checkpoint(super().forward, *args, use_reentrant=False)
 
 
-def _plain(config: ModelConfig, name: str) -> Pass:
+def _plain(config: ModelConfig, name: str) -> StepHalves:
+    """Build the step of plain torch, under `fully_shard` if `name` says so."""
     model = Plain(config)
     if config.checkpoint:
         model.layers = nn.ModuleList(_Recomputed(config) for _ in range(config.num_layers))
@@ -147,10 +155,11 @@ def _plain(config: ModelConfig, name: str) -> Pass:
         logits = model(batch.tokens, batch.positions)
         return F.cross_entropy(logits.flatten(0, 1), batch.labels.flatten())
 
-    return Pass(forward, Tensor.backward, model.zero_grad)
+    return StepHalves(forward, Tensor.backward, model.zero_grad)
 
 
-def _ours(config: ModelConfig, row: Row) -> Pass:
+def _ours(config: ModelConfig, row: Row) -> StepHalves:
+    """Build the step of ISP as rank 0 of two, in the layout of `row`."""
     assert row.parallel is not None
     mesh = Mesh(Topology.create(2, row.parallel), 0)
     device = torch.device("cpu")
@@ -177,7 +186,7 @@ def _ours(config: ModelConfig, row: Row) -> Pass:
         step.backward(loss, last=True)
         step.hook.after_step()
 
-    return Pass(forward, backward, before)
+    return StepHalves(forward, backward, before)
 
 
 def _batch() -> MicroBatch:
@@ -186,7 +195,10 @@ def _batch() -> MicroBatch:
 
 
 class _Attention:
-    """One call, as in plain torch: that on CPU gives the host more work than one on a GPU."""
+    """Attention in one call of torch, as in the plain model.
+
+    ISP's own attention on CPU would cost the host more than its attention on a GPU does.
+    """
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, *, mask: AttentionMask) -> Tensor:
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
@@ -196,9 +208,13 @@ class _Attention:
 
 @contextmanager
 def as_on_device() -> Iterator[None]:
-    """One of two ranks without the other, on the path of NCCL."""
+    """Let this process be rank 0 of two, without rank 1, on the code path of NCCL.
+
+    Collectives of the fake process group do nothing and return at once.
+    """
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
     with (
+        # As if the device had streams: a channel then waits as it does for NCCL, not for gloo.
         mock.patch.object(streams, "serve", return_value=True),
         mock.patch.object(Mesh, "open_host", lambda mesh, axis, name: mesh[axis]),
         mock.patch("isp.core.attention.kinds.make_local_attention", return_value=_Attention()),
@@ -213,14 +229,14 @@ def as_on_device() -> Iterator[None]:
 
 
 class Times(NamedTuple):
-    """Of one step, in seconds of the main thread's processor time."""
+    """Processor time of the main thread in a step or a layer, in seconds."""
 
     forward: float
     backward: float
 
 
-def timed(step: Pass) -> Times:
-    """The times of a step."""
+def timed(step: StepHalves) -> Times:
+    """Make a step and return its times."""
     step.before()
     begin = time.thread_time()
     loss = step.forward()
@@ -230,20 +246,23 @@ def timed(step: Pass) -> Times:
 
 
 class Counts(NamedTuple):
-    """Of one step, or of one layer of it."""
+    """Numbers of operations in a step, or in a layer of it."""
 
     collectives: float
+    """Collectives launched."""
     ops: float
-    """Of torch, as the dispatcher counts them, collectives among them."""
+    """Torch ops that reach the dispatcher, with the collectives."""
     calls: float
-    """Of Python functions."""
+    """Calls of Python functions."""
     own_calls: float
-    """Those of this project."""
+    """Calls of Python functions of ISP."""
     alive: float
-    """Blocks of Python's memory that forward has left for backward."""
+    """Blocks of Python's memory that forward keeps for backward."""
 
 
 class _Ops(TorchDispatchMode):
+    """Counts torch ops, and the collectives among them."""
+
     count = collectives = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -252,8 +271,9 @@ class _Ops(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def counted(step: Pass) -> Counts:
-    """The counts of a step: the same each time, but for the first."""
+def counted(step: StepHalves) -> Counts:
+    """Return the counts of a step, of its second run or later: the first run makes buffers."""
+    # One run for each kind of count: a dispatch mode and a profile function would add calls.
     step.before()
     step.backward(step.forward())
     step.before()
@@ -282,16 +302,23 @@ def counted(step: Pass) -> Counts:
     return Counts(ops.collectives, ops.count, calls, own_calls, alive)
 
 
-def of_a_layer(short: Pass, long: Pass, between: int = LONG - SHORT, number: int = 1) -> Counts:
-    """The counts of a layer and micro-batch; `long` has so many layers more than `short`."""
+def of_a_layer(
+    short: StepHalves, long: StepHalves, between: int = LONG - SHORT, number: int = 1
+) -> Counts:
+    """Return the counts of one layer in one of `number` micro-batches.
+
+    The model of `long` has `between` layers more than that of `short`.
+    """
     layers = between * number
     counts = zip(counted(short), counted(long), strict=True)
     found = Counts(*((b - a) / layers for a, b in counts))
-    return found._replace(alive=number * found.alive)  # the last micro-batch's alone are there
+    # When forward ends, only the last micro-batch's blocks are alive: do not divide by `number`.
+    return found._replace(alive=number * found.alive)
 
 
 def measure(rounds: int, every: list[Row]) -> None:
-    """Print the table of these rows, plain torch first."""
+    """Print the table of the rows `every`; the first one is plain torch."""
+    print(COLUMNS)
     models = {row.name: (row.build(SHORT), row.build(LONG)) for row in every}
     heads = ["forward", "backward", "beyond", "median", *Counts._fields]
     print(f"| | {' | '.join(heads)} |\n|---|{'---:|' * len(heads)}")
@@ -319,9 +346,10 @@ def measure(rounds: int, every: list[Row]) -> None:
 def _a_layer(
     taken: list[tuple[Times, Times]], choose: Callable[[Iterable[float]], float], number: int
 ) -> Times:
-    """Of the steps of a short and a long model, each of `number` micro-batches, the chosen times.
+    """Return the times of one layer in one of `number` micro-batches.
 
-    By the layers between them and the micro-batches.
+    `taken` has the times of the short and the long model's step in each round; `choose`, such as
+    `min`, picks the time of each over the rounds.
     """
     short, long = (
         Times(choose(t.forward for t in of), choose(t.backward for t in of))
@@ -332,12 +360,19 @@ def _a_layer(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=30)
-    parser.add_argument("--quick", action="store_true", help="plain torch and isp by weight alone")
+    parser = argparse.ArgumentParser(
+        description=__doc__,
+        epilog=COLUMNS,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--rounds", type=int, default=30, help="timed steps of each row")
+    parser.add_argument(
+        "--quick", action="store_true", help="only the first four rows: plain, fully_shard, isp"
+    )
     options = parser.parse_args()
     torch.set_num_threads(1)
-    torch.set_flush_denormal(True)  # what nobody has sent is what memory held, and could be slow
+    # A fake collective leaves in its output what the memory held: denormal numbers would be slow.
+    torch.set_flush_denormal(True)
     with as_on_device():
         measure(options.rounds, rows()[:4] if options.quick else rows())
 

@@ -1,19 +1,17 @@
-"""Exposed time of a link of a given speed, modelled on one GPU: ours compared with fully_shard.
+"""Compare the exposed time of ISP and fully_shard over a link that is modelled on one GPU.
 
     python tools/bench_link.py --gb-per-second 100 200 400
     python tools/bench_link.py --device cpu --quick    # to see that it runs: on CPU nothing sleeps
 
-This process is rank 0 of `--ranks`, and there are no others: torch's process group is the fake one.
-An all-gather copies this rank's shard once for each rank, and a reduce-scatter takes this rank's
-part of its own gradient. Both run one after the other on a stream of the link, after a kernel that
-sleeps for as long as the bytes of the other ranks would need. So shapes, memory and order are those
-of a real run, and losses and gradients mean nothing. NCCL's thread blocks and memory traffic are
-not modelled: this is the best case, for ours and for fully_shard.
+This process is rank 0 of `--ranks`, and there are no other ranks: torch's process group is the fake
+one. An all-gather copies this rank's shard once for each rank, and a reduce-scatter takes this
+rank's part of its own gradient. Both are queued on one stream, each after a kernel that sleeps for
+the time that the bytes of the other ranks would need. So shapes, memory and order are those of a
+real run; losses and gradients mean nothing. The thread blocks and memory traffic of NCCL are not
+modelled: this is the best case, for ISP and for fully_shard.
 
-The contestants of `bench_fully_shard` take turns, a step each. Shown are the median times, the
-bytes received, the time of the link and how much of it is exposed: the step minus the same
-contestant's step over a link of infinite speed, which is measured first. On a GPU the time of the
-link is measured, as the clock that a kernel sleeps by changes.
+The ways of `bench_fully_shard` take turns, a step each. The first lines are over a link of infinite
+speed ("inf"), which gives the time without transfers.
 """
 
 from __future__ import annotations
@@ -40,12 +38,22 @@ from isp.core.mesh import Axis, Topology
 from isp.core.mesh.config import OverlapUnit, ParallelConfig, TensorConfig, WeightConfig
 from isp.metrics import device_name
 
+COLUMNS = """\
+GB/s             speed of the modelled link
+who              `compute alone`: no transfers; `ours`: ISP, by default or with the named setting
+ms a step        median
+MB received      bytes that this rank receives in a step
+ms of the link   time of all transfers; on a GPU measured, as the clock of a sleeping kernel varies
+exposed          step minus the same step over a link of infinite speed, as a share of the link's
+                 time
+"""
+
 LATENCY = 10e-6
-"""Seconds that a transfer takes beyond its bytes."""
+"""Seconds that a transfer takes in addition to the time of its bytes."""
 
 
 class ModelledLink:
-    """The link of rank 0: a stream of its own, whose transfers last as long as their bytes."""
+    """The link of rank 0: a stream on which each transfer sleeps for the time of its bytes."""
 
     def __init__(self, device: torch.device, bytes_per_second: float) -> None:
         self.device = device
@@ -59,7 +67,7 @@ class ModelledLink:
     def transfer(self, received: int, act: Callable[[], object], *keep: Tensor) -> Pending:
         """Queue `act` after the time of `received` bytes; the last of `keep` is the result."""
         self.received += received
-        streams.follow(self._stream)  # what is sent has been computed
+        streams.follow(self._stream)  # a transfer begins after the kernels that compute its input
         with streams.on(self._stream):
             seconds = LATENCY + received / self.bytes_per_second
             if self._stream is None:
@@ -75,9 +83,9 @@ class ModelledLink:
         return Pending((lambda: None) if done is None else done.wait, result=keep[-1], keep=keep)
 
     def take_seconds(self) -> float:
-        """Return how long the transfers since the last call took; all must have ended.
+        """Return the seconds of all transfers since the last call; all must have ended.
 
-        On CPU, where none sleeps, how long they would take.
+        On CPU, where no transfer sleeps, these are the modelled seconds.
         """
         slept = sum(begin.elapsed_time(end) for begin, end in self._sleeps) / 1e3
         found, self._modelled = self._modelled + slept, 0.0
@@ -86,17 +94,17 @@ class ModelledLink:
 
 
 def _hertz(device: torch.device) -> float:
-    """Return the cycles per second that a sleeping kernel counts."""
+    """Return how many cycles `torch.cuda._sleep` counts per second; 0 on CPU."""
     if device.type == "cpu":
         return 0.0
     x = torch.zeros(4096, 4096, device=device, dtype=torch.bfloat16)
     started = time.perf_counter()
-    while time.perf_counter() - started < 0.5:  # the clock of an idle GPU is much slower
+    while time.perf_counter() - started < 0.5:  # warms up: the clock of an idle GPU is much slower
         x @ x
         torch.cuda.synchronize(device)
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     cycles = 100_000_000
-    torch.cuda._sleep(cycles // 10)  # loads the kernel
+    torch.cuda._sleep(cycles // 10)  # loads the kernel, which the events must not count
     begin.record()
     torch.cuda._sleep(cycles)
     end.record()
@@ -105,7 +113,7 @@ def _hertz(device: torch.device) -> float:
 
 
 class LinkChannel(Channel):
-    """Rank 0 of `size` ranks over a modelled link."""
+    """A channel of rank 0 among `size` ranks, whose transfers take the time of a modelled link."""
 
     def __init__(self, size: int, name: str, link: ModelledLink) -> None:
         super().__init__(None, name=name)
@@ -113,25 +121,26 @@ class LinkChannel(Channel):
 
     def all_gather_into(self, out: Tensor, x: Tensor, *, tag: Tag = UNNAMED) -> Pending:
         rows = out.view(self.size, -1)
-        own = x.reshape(1, -1).expand_as(rows)  # expanded: fully_shard's x is a row of `out`
+        # One copy from an expanded view: the x of fully_shard is itself one of the rows of `out`.
+        own = x.reshape(1, -1).expand_as(rows)
         return self._modelled.transfer(x.nbytes * (self.size - 1), lambda: rows.copy_(own), x, out)
 
     def reduce_scatter_into(
         self, out: Tensor, x: Tensor, *, received: Tensor | None = None, tag: Tag = UNNAMED
     ) -> Pending:
-        x = x.to(out.dtype)  # as a real channel: sums are in the dtype of `out`
+        x = x.to(out.dtype)  # as in a real channel, which sends the dtype in which it sums
         own, count = x.view(self.size, -1)[0], x.nbytes // self.size * (self.size - 1)
         return self._modelled.transfer(count, lambda: out.view(-1).copy_(own), x, out)
 
     def all_reduce_(self, x: Tensor, *, op: str = "sum", tag: Tag = UNNAMED) -> Pending:
-        return Pending.ready(x)  # numbers of a step, too small to matter
+        return Pending.ready(x)  # a few numbers per step, such as the norm: too small to matter
 
     def broadcast_(self, x: Tensor, *, source: int = 0, tag: Tag = UNNAMED) -> Pending:
         return Pending.ready(x)
 
 
 class LinkMesh(Mesh):
-    """The channels of rank 0, all over one link."""
+    """The mesh of rank 0, whose channels all share one modelled link."""
 
     def __init__(self, topology: Topology, link: ModelledLink) -> None:
         self._modelled = link
@@ -155,7 +164,7 @@ class LinkMesh(Mesh):
 
 
 def compute_of(options: argparse.Namespace, device: torch.device) -> Compute:
-    """The work of a rank: layers of the sizes of llama3.1-8b, as in `bench_fully_shard`."""
+    """Return the work of a rank: layers with the sizes of llama3.1-8b, as `bench_fully_shard`."""
     dtype = torch.float32 if options.quick else torch.bfloat16
     model = llama_layers(options.layers, quick=options.quick)
     attention = make_local_attention(device=device, dtype=dtype, head_dim=model.head_size, group=4)
@@ -166,7 +175,7 @@ def compute_of(options: argparse.Namespace, device: torch.device) -> Compute:
 
 
 def contestants(compute: Compute, ranks: int, link: ModelledLink) -> dict[str, Callable[[], Row]]:
-    """Compute alone, and ways to gather weights; each is built by a call."""
+    """Return functions that build the rows, by name: compute alone, and ways to gather weights."""
     parallel = ParallelConfig(tensor=TensorConfig(size=1), weight=WeightConfig(size=ranks))
     topology = Topology.create(ranks, parallel)
 
@@ -200,9 +209,10 @@ def measure(
     faults: dict[str, str],
     at_once: dict[str, dict[str, Any]],
 ) -> list[dict[str, Any]]:
-    """Let all take turns over the link; the lines of the table. One that fails leaves `rows`.
+    """Time all `rows` in turn over the link, and return the lines of the table.
 
-    `at_once`: the line of each over a link of infinite speed; empty for that speed.
+    A row that fails is removed from `rows`, and its error is added to `faults`. `at_once` has each
+    row's line over a link of infinite speed; empty while these are measured.
     """
     taken: dict[str, list[float]] = {name: [] for name in rows}
     on_link: dict[str, list[float]] = {name: [] for name in rows}
@@ -224,7 +234,8 @@ def measure(
                 free_memory()
     found = []
     for name in rows:
-        ms, link_ms = (1e3 * statistics.median(s[name][1:]) for s in (taken, on_link))  # 1st: warms
+        # The first step warms up and is left out.
+        ms, link_ms = (1e3 * statistics.median(s[name][1:]) for s in (taken, on_link))
         one = {"who": name, "ms": ms, "link_ms": link_ms, "received_bytes": received[name]}
         base = at_once.get(name)
         if base and received[name]:
@@ -234,7 +245,7 @@ def measure(
 
 
 def seconds(row: Row, device: torch.device) -> float:
-    """Return the time of a step."""
+    """Return the time of a step, until the device has finished it."""
 
     def wait() -> None:
         if device.type == "cuda":
@@ -248,14 +259,24 @@ def seconds(row: Row, device: torch.device) -> float:
 
 
 def main() -> int:
-    """Measure every speed; 1 if a contestant failed."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    """Measure all ways at every speed and print the table; return 1 if one failed."""
+    parser = argparse.ArgumentParser(
+        description=__doc__,
+        epilog=COLUMNS,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--ranks", type=int, default=8)
+    parser.add_argument("--ranks", type=int, default=8, help="ranks that shard the weights")
     parser.add_argument("--layers", type=int, default=3)
-    parser.add_argument("--tokens", type=int, default=8192)
-    parser.add_argument("--gb-per-second", type=float, nargs="+", default=[100, 200, 400])
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--tokens", type=int, default=8192, help="tokens of a rank")
+    parser.add_argument(
+        "--gb-per-second",
+        type=float,
+        nargs="+",
+        default=[100, 200, 400],
+        help="speeds of the link of a rank",
+    )
+    parser.add_argument("--rounds", type=int, default=5, help="timed steps of each way and speed")
     parser.add_argument("--quick", action="store_true", help="tiny, to see whether it runs")
     parser.add_argument("--json", type=Path, help="where to write the numbers")
     options = parser.parse_args()
@@ -273,6 +294,7 @@ def main() -> int:
             faults[name] = fault_of(error)
             free_memory()
     print(f"rank 0 of {options.ranks}, {device_name(device)}, torch {torch.__version__}\n")
+    print(COLUMNS)
     print("| GB/s | who | ms a step | MB received | ms of the link | exposed |")
     print("|---:|---|---:|---:|---:|---:|")
     found: list[dict[str, Any]] = []

@@ -1,10 +1,11 @@
-"""What `run.log_probs` costs beside the chunked loss: memory and time of the head, time of a step.
+"""Compare memory and time of `run.log_probs` with those of the chunked loss.
 
     python tools/bench_log_probs.py [--hidden 256] [--rounds 3]
 
-The head alone, and a step of a Llama of transformers whose head is that large, both on one rank,
-float32, chunks of 1,024 tokens. Peaks are of tensors above 64 KiB, from the operations that make
-them; times are processor time, as ratios (log_probs / loss) of the same round, and their median.
+Measures the head alone, and a step of a Llama of transformers with a head of that size, on one
+rank, in float32, with loss chunks of 1,024 tokens. A peak is the most bytes of tensors above 64 KiB
+that operations made and that are not freed. Times are processor time of forward and backward: the
+median over rounds of log_probs / loss.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ CONFIG = f"model: {{loss_chunk_tokens: {CHUNK}}}\ntraining: {{dtype: float32}}\n
 
 
 class _Head(nn.Module):
-    """What a loss needs of a linear."""
+    """A linear of the shape of a head, with only those attributes that `HeadLoss` reads."""
 
     name, weight_name, bias, transposed = "head", "weight", None, False
     moves, communicator = Moves(), LocalWeights()
@@ -47,7 +48,10 @@ class _Head(nn.Module):
 
 
 class _Peak(TorchDispatchMode):
-    """The largest sum of bytes of storages that operations made and nobody has freed."""
+    """Records the largest number of bytes in storages that operations made and that still live.
+
+    Storages of at most 64 KiB are left out.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -62,7 +66,7 @@ class _Peak(TorchDispatchMode):
         return made
 
     def _add(self, storage: torch.UntypedStorage) -> None:
-        key, size = storage._cdata, storage.nbytes()
+        key, size = storage._cdata, storage.nbytes()  # views share the storage: count it once
         if key in self._alive or size <= 1 << 16:
             return
         self._alive.add(key)
@@ -76,7 +80,7 @@ class _Peak(TorchDispatchMode):
 
 
 def _compare(what: str, ways: dict[str, Callable[[], object]], rounds: int) -> None:
-    """The ratios of all ways to the first one."""
+    """Time `ways` in turn, and print the median ratio of each to the first one."""
     first, *others = ways
     seconds: dict[str, list[float]] = {name: [] for name in ways}
     for _ in range(rounds):
@@ -90,6 +94,7 @@ def _compare(what: str, ways: dict[str, Callable[[], object]], rounds: int) -> N
 
 
 def _bench_head(hidden: int, rounds: int) -> None:
+    """Print peak memory and relative time of forward and backward of the head."""
     head, labels = _Head(hidden), torch.randint(VOCAB, (1, TOKENS))
     of = HeadLoss(head, Moves(), LogitShard(Channel.solo("head"), 0, VOCAB), CHUNK)
     x = torch.randn(1, TOKENS, hidden)
@@ -112,6 +117,7 @@ def _bench_head(hidden: int, rounds: int) -> None:
 
 
 def _bench_step(hidden: int, rounds: int) -> None:
+    """Print the relative time of a step whose loss is computed from log-probabilities."""
     sizes = {"hidden_size": hidden, "intermediate_size": 4 * hidden, "vocab_size": VOCAB}
     heads = {"num_hidden_layers": 8, "num_attention_heads": 4, "num_key_value_heads": 2}
     with tempfile.TemporaryDirectory() as folder:
@@ -129,9 +135,11 @@ def _bench_step(hidden: int, rounds: int) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--hidden", type=int, default=256)
-    parser.add_argument("--rounds", type=int, default=3)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--hidden", type=int, default=256, help="hidden size of the model")
+    parser.add_argument("--rounds", type=int, default=3, help="times that each is timed")
     options = parser.parse_args()
     torch.set_num_threads(1)
     torch.manual_seed(0)

@@ -1,15 +1,14 @@
-"""Peak memory and time of a step against the length of its row, key by key of the memory ladder.
+"""Measure peak memory or time of a training step by row length, for each rung of a memory ladder.
 
     python tools/bench_memory.py                          # Llama-shaped, vocabulary 32,768, on CPU
     python tools/bench_memory.py --device cuda --lengths 65536,131072 --model.preset llama3-8b \\
         --optimizer.offload_states
 
-Each rung has the keys of those before it. A peak on CPU is the most bytes of tensors that a step
-makes, beside weights, gradients and states, and buffers on the host; on CUDA that of the allocator.
-Weights are drawn on the device. A rung that fails has its fault in its row; the next one follows.
-From two lengths and more follow what is fixed and what a token takes; `planned` is the part of the
-peak that `isp plan` expects. With `--rounds`, steps of the longest row are timed instead, of all
-rungs in turn, and compared with full recompute.
+A rung is a setting that saves memory; it is measured together with all rungs before it. On CPU a
+peak is the bytes of weights, gradients and optimizer states, plus the most bytes of tensors that a
+step makes, host buffers included; on CUDA it is the peak of torch's allocator. Weights are drawn on
+the device. If a rung fails, its line shows the error and the next rung follows. With `--rounds`,
+steps of the longest row are timed instead, of all rungs in turn.
 """
 
 from __future__ import annotations
@@ -32,6 +31,13 @@ from isp.planner.memory import memory
 from isp.planner.record import PeakMemory
 from isp.step.train_step import TrainStep
 
+COLUMNS = """\
+GiB               peak of a step at each length
+GiB + KiB a token, with two lengths or more: the line through the shortest and the longest row
+planned           peak that `isp plan` predicts / the measured one, at each length
+with --rounds     median seconds of a step, and the median over rounds of its ratio to a step of the
+                  rung `recompute all blocks`
+"""
 ROOT = Path(__file__).parents[1]
 CONFIG = ROOT / "configs" / "one_gpu.yaml"
 LLAMA = (
@@ -44,7 +50,7 @@ LLAMA = (
     "--model.intermediate_size=688",
     "--training.dtype=float32",
 )
-"""The model, unless a preset is named."""
+"""Keys of the model that is measured if no preset is named."""
 RUNGS = {
     "nothing": ("--model.loss_chunk_tokens=0",),
     "loss in chunks": ("--model.loss_chunk_tokens=1024",),
@@ -53,37 +59,37 @@ RUNGS = {
     "inputs on the host": ("--model.checkpoint_offload",),
     "every 4th of them": ("--model.checkpoint_segment=4",),
 }
-"""What each adds to those before it."""
+"""The keys that each rung adds to those of the rungs before it."""
 COMPARED = "recompute all blocks"
-"""The rung whose time is 1."""
+"""The rung whose time the others are divided by."""
 GIB, KIB = 2**30, 2**10
 
 
 class Row(NamedTuple):
-    """A rung at a length."""
+    """The memory of one rung at one length of the row."""
 
     rung: str
     tokens: int
     peak: int = 0
-    """Bytes beside `fixed`."""
+    """Bytes at the peak of a step, in addition to `fixed`."""
     fixed: int = 0
-    """Bytes that a step begins with: as planned for weights, gradients and states; on CUDA those of
-    the allocator."""
+    """Bytes allocated when a step begins. On CPU: planned bytes of weights, gradients and optimizer
+    states."""
     planned: float = 0.0
-    """What is planned, as a part of `peak` and `fixed`."""
+    """Predicted peak, divided by `peak` + `fixed`."""
     outside: int = 0
-    """Bytes of the device that the allocator does not have: of CUDA, libraries, other processes."""
+    """Bytes of the device taken outside of torch's allocator: CUDA, libraries, other processes."""
     fault: str = ""
-    """Why there are no numbers."""
+    """The error, if the rung could not be measured."""
 
     @property
     def gib(self) -> float:
-        """The peak with what is fixed."""
+        """The whole peak in GiB: `fixed` + `peak`."""
         return (self.fixed + self.peak) / GIB
 
 
 def config_of(rungs: int, tokens: int, options: argparse.Namespace) -> JobConfig:
-    """The configuration of the first `rungs` rungs for a row of `tokens`."""
+    """Return the configuration with the keys of the first `rungs` rungs, for a row of `tokens`."""
     words = [word for rung in list(RUNGS)[:rungs] for word in RUNGS[rung]]
     device = f"--training.device={options.device}"
     named = any(word.startswith("--model.preset") for word in options.overrides)
@@ -93,7 +99,7 @@ def config_of(rungs: int, tokens: int, options: argparse.Namespace) -> JobConfig
 
 
 def batch_of(config: JobConfig, device: torch.device) -> MicroBatch:
-    """A row of one document."""
+    """Return a row of one document of `data.seq_len` tokens."""
     tokens = torch.arange(config.data.seq_len, device=device)[None] * 7 % config.model.vocab_size
     ends = torch.tensor([0, config.data.seq_len], dtype=torch.int32)
     positions = torch.arange(config.data.seq_len, device=device)[None]
@@ -103,7 +109,7 @@ def batch_of(config: JobConfig, device: torch.device) -> MicroBatch:
 def made(
     rung: int, tokens: int, options: argparse.Namespace
 ) -> tuple[TrainStep, MicroBatch, PlanCase]:
-    """A step with the keys up to `rung`, and what it is given."""
+    """Build the training step of rung number `rung`, its micro-batch, and its case for the plan."""
     config, device = config_of(rung + 1, tokens, options), torch.device(options.device)
     step = make_step(config, device)
     case = PlanCase.of(config, 1, on_cpu=device.type == "cpu")
@@ -111,9 +117,9 @@ def made(
 
 
 def measure(rung: int, tokens: int, options: argparse.Namespace) -> Row:
-    """A rung at a length."""
+    """Measure the memory of rung number `rung` at one length."""
     step, batch, case = made(rung, tokens, options)
-    step([batch], 1e-4)  # buffers are there from the second step on
+    step([batch], 1e-4)  # the first step allocates buffers that stay
     device, planned = torch.device(options.device), memory(case, 0)
     gc.collect()
     held, outside = planned.states, 0
@@ -127,7 +133,7 @@ def measure(rung: int, tokens: int, options: argparse.Namespace) -> Row:
 
 
 def measure_or_fault(rung: int, tokens: int, options: argparse.Namespace) -> Row:
-    """Measure a rung at a length; the row has the fault of one that fails."""
+    """Call `measure`; if it fails, return a row with the error."""
     try:
         return measure(rung, tokens, options)
     except Exception as error:
@@ -137,7 +143,7 @@ def measure_or_fault(rung: int, tokens: int, options: argparse.Namespace) -> Row
 
 
 def peak(step: TrainStep, batch: MicroBatch, device: torch.device) -> int:
-    """Bytes of a step at its peak, beside those that were there before it."""
+    """Return the bytes at the peak of a step, without those allocated before it."""
     gc.collect()
     if device.type == "cuda":
         before = torch.cuda.memory_allocated()
@@ -151,14 +157,14 @@ def peak(step: TrainStep, batch: MicroBatch, device: torch.device) -> int:
 
 
 def line_of(rows: list[Row]) -> tuple[float, float]:
-    """GiB that are fixed and KiB a token, by the shortest and the longest row."""
+    """Return intercept (GiB) and slope (KiB a token) of the line through first and last row."""
     first, last = rows[0], rows[-1]
     slope = (last.peak - first.peak) / (last.tokens - first.tokens)
     return (first.fixed + first.peak - slope * first.tokens) / GIB, slope / KIB
 
 
 def draw(found: dict[str, list[Row]], path: Path) -> None:
-    """Write a picture: peak against tokens, a line a rung."""
+    """Draw peak memory by length, one line for each rung, to `path`."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8, 5), layout="constrained")
@@ -176,20 +182,24 @@ def draw(found: dict[str, list[Row]], path: Path) -> None:
 
 
 def main() -> int:
-    """Measure or time what is asked for; 1 if a rung failed other than by memory."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--config", default=str(CONFIG))
+    """Measure or time the chosen rungs; return 1 if one failed other than by lack of memory."""
+    parser = argparse.ArgumentParser(
+        description=__doc__,
+        epilog=f"{COLUMNS}\nOther arguments, such as --model.preset=tiny, set configuration keys.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--config", default=str(CONFIG), help="configuration file to start from")
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
-    parser.add_argument("--lengths", default="2048,4096,8192", help="tokens in a row")
-    parser.add_argument("--rungs", type=int, default=len(RUNGS), help="the first so many")
-    parser.add_argument("--rounds", type=int, default=0, help="time so many steps of each instead")
-    parser.add_argument("--only", default="", help="these rungs alone, in this order, with commas")
-    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--lengths", default="2048,4096,8192", help="tokens in a row, with commas")
+    parser.add_argument("--rungs", type=int, default=len(RUNGS), help="measure only the first N")
+    parser.add_argument("--rounds", type=int, default=0, help="time N steps of each rung instead")
+    parser.add_argument("--only", default="", help="names of rungs to measure, with commas")
+    parser.add_argument("--threads", type=int, default=1, help="threads of torch")
     parser.add_argument("--png", type=Path, help="where to draw the picture")
     parser.add_argument("--json", type=Path, help="where to write the numbers")
     options, options.overrides = parser.parse_known_args()
     if unknown := [name for name in options.only.split(",") if name and name not in RUNGS]:
-        parser.error(f"--only {','.join(unknown)} is no rung: use {', '.join(RUNGS)}")
+        parser.error(f"--only: no rung is named {','.join(unknown)}: use {', '.join(RUNGS)}")
     torch.set_num_threads(options.threads)
     prepare(torch.device(options.device))
     chosen = options.only.split(",") if options.only else list(RUNGS)[: options.rungs]
@@ -197,9 +207,10 @@ def main() -> int:
     if options.rounds:
         _time(chosen, lengths[-1], options)
         return 0
+    print(COLUMNS)
     rows: list[Row] = []
     found: dict[str, list[Row]] = {}
-    """The rows of each rung that ran."""
+    """The rows that were measured, by rung."""
     for name in chosen:
         for tokens in lengths:
             rows.append(measure_or_fault(list(RUNGS).index(name), tokens, options))
@@ -225,7 +236,7 @@ def _time(chosen: list[str], tokens: int, options: argparse.Namespace) -> None:
         turn = number % len(chosen)
         for name in chosen[turn:] + chosen[:turn]:
             seconds[name].append(_seconds(*steps[name], options.device))
-    for name, (_, *times) in seconds.items():  # buffers are there from the second step on
+    for name, (_, *times) in seconds.items():  # without the first step, which allocates buffers
         told = f"{name:<20} {statistics.median(times):8.2f} s a step of {tokens} tokens"
         if COMPARED in seconds:
             pairs = zip(times, seconds[COMPARED][1:], strict=True)

@@ -1,22 +1,18 @@
-"""MFU of a training step on one GPU, beside the same model in plain transformers.
+"""Measure the MFU of a training step on one GPU, compared with the model in plain transformers.
 
     python tools/bench_mfu.py --presets qwen3-0.6b --lengths 2048 8192 32768
     python tools/bench_mfu.py --presets llama3.1-8b --layers 4 --lengths 8192 32768 131072
 
-All begin with the weights of one folder and train on the same row, one document. A step is forward,
-backward, clipping and AdamW, computed in bfloat16. Ours has float32 gradients, master weights and
-loss. transformers alone is the least that people write: everything in bfloat16.
-Under torch's fully_shard, of one rank, it has float32 gradients and master weights as ours does.
-Attention of both is flash_attention_2 where it is installed, else sdpa. From `--recompute-from`
-tokens on all recompute all blocks.
+All start from the weights of one folder, and train on the same row of one document. A step is
+forward, backward, clipping and AdamW, computed in bfloat16. ISP has float32 gradients, master
+weights and loss. `transformers` has everything in bfloat16, as in a minimal script. Under torch's
+fully_shard (on one rank) it has float32 gradients and master weights, as ISP does. The attention of
+transformers is flash_attention_2 if it is installed, else sdpa. From `--recompute-from` tokens on,
+all recompute all blocks.
 
-Each contestant has the device for itself: it is built, takes two steps, is timed for `--rounds`
-steps and two seconds at least, and is freed before the next one. So memory is what it needs alone,
-and its row is there before the next one begins; a contestant that fails has its fault in its row.
-They take no turns: on a GPU ours is measured again at the end, which shows drift of the clock.
-
-MFU is `metrics.peak_tflops`' share of the model's FLOPs: 6 x matmul parameters x tokens, attention
-by half the square of the row, recomputation not counted.
+Each way has the device alone: it is built, makes two steps, is timed for `--rounds` steps and at
+least two seconds, and is freed before the next one. If one fails, its line shows the error. Since
+they do not take turns, ISP is measured again at the end on a GPU, to show drift of the clock.
 """
 
 from __future__ import annotations
@@ -50,23 +46,32 @@ from model.config import ModelConfig
 from model.huggingface import config_json
 from model.presets import PRESETS
 
+COLUMNS = """\
+recompute   whether all blocks are recomputed in backward
+who         `isp`; `isp, KEY=VALUE` (--also); transformers with the named attention, also under
+            fully_shard; `isp, again`: the first one once more
+ms a step   median
+MFU         FLOPs of the model / (time x peak FLOP/s of the device). FLOPs are 6 x matmul parameters
+            x tokens, and attention with half the square of the row; recomputation does not count
+peak GiB    most memory of torch's allocator
+"""
 OURS, PLAIN, SHARDED = "isp", "transformers", "transformers, fully_shard"
 TOLERANCE = 0.02
-"""Relative, of the losses: bfloat16 keeps 8 bits."""
+"""The largest relative difference of first losses: bfloat16 has 8 bits."""
 DENSE = [name for name, sizes in PRESETS.items() if "num_experts" not in sizes]
 LEAST_SECONDS = 2.0
-"""For which a contestant is timed: a clock needs a while to settle."""
+"""The least time for which a way is timed: the clock of a GPU needs a while to settle."""
 
 
 def sizes_of(preset: str, layers: int | None) -> dict[str, Any]:
-    """Return the keys of the model: those of a preset, without scaling for longer rows."""
+    """Return the model keys of a preset, without its scaling of rotary positions."""
     sizes = {**PRESETS[preset], "num_layers": layers or PRESETS[preset]["num_layers"]}
     sizes.pop("rope_scaling", None)
     return sizes
 
 
 def write_folder(folder: Path, sizes: dict[str, Any], device: torch.device) -> None:
-    """A folder of random weights for transformers."""
+    """Write a model with random weights into `folder`, as transformers does."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     written = config_json(ModelConfig(**sizes), dtype="bfloat16", context=2**20)
@@ -85,7 +90,10 @@ def job(
     again: bool,
     *keys: str,
 ) -> JobConfig:
-    """A run of ISP's decoder on rows of so many tokens."""
+    """Return the configuration that trains ISP's decoder on rows of `tokens`.
+
+    `again`: recompute all blocks. `keys` are further settings, such as "model.compile=false".
+    """
     path = folder / "job.json"
     path.write_text(
         json.dumps(
@@ -101,7 +109,7 @@ def job(
 
 
 def row(config: JobConfig, device: torch.device) -> MicroBatch:
-    """One document."""
+    """Return a row of one document of random tokens, on `device`."""
     torch.manual_seed(0)
     tokens = torch.randint(config.model.vocab_size, (1, config.data.seq_len + 1))
     positions = torch.arange(config.data.seq_len)[None]
@@ -110,9 +118,9 @@ def row(config: JobConfig, device: torch.device) -> MicroBatch:
 
 
 def shard(model: nn.Module, device: torch.device) -> None:
-    """Apply fully_shard on one rank: float32 weights and gradients, compute in bfloat16.
+    """Apply fully_shard on one rank, with float32 weights and gradients and bfloat16 compute.
 
-    As on one rank of ours, the weights in bfloat16 stay between forward and backward.
+    The bfloat16 weights stay between forward and backward, as in ISP on one rank.
     """
     if not dist.is_initialized():
         backend = "nccl" if device.type == "cuda" else "gloo"
@@ -125,14 +133,14 @@ def shard(model: nn.Module, device: torch.device) -> None:
 
 
 def timed(make: Callable[[], Step], rounds: int, device: torch.device) -> dict[str, Any]:
-    """Build a contestant and time its steps."""
+    """Build a training step and time it; return its numbers, by name."""
     step = make()
     loss = step()
-    step()  # buffers are there from the second step on
+    step()  # a second one warms up: the first allocates buffers and compiles
     taken: list[float] = []
     while len(taken) < rounds or (device.type == "cuda" and sum(taken) < LEAST_SECONDS):
         begin = time.perf_counter()
-        step()  # it gives its loss, so it has waited for the device
+        step()  # waits for the device, since it returns the loss as a number
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         taken.append(time.perf_counter() - begin)
@@ -144,7 +152,7 @@ def timed(make: Callable[[], Step], rounds: int, device: torch.device) -> dict[s
 def measure(
     folder: Path, sizes: dict[str, Any], tokens: int, options: argparse.Namespace
 ) -> Iterator[dict[str, Any]]:
-    """Yield the row of each contestant at one length."""
+    """Yield the line of each way at one length."""
     device = torch.device(options.device)
     again = tokens >= options.recompute_from
     config = job(folder, sizes, tokens, device, again)
@@ -196,20 +204,39 @@ def show(one: dict[str, Any]) -> None:
 
 
 def main() -> int:
-    """Measure every preset at every length; 1 if losses differ or a contestant failed."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    """Measure every preset at every length; return 1 if losses differ or a way failed."""
+    parser = argparse.ArgumentParser(
+        description=__doc__,
+        epilog=COLUMNS,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("--presets", nargs="+", choices=DENSE, default=["qwen3-0.6b"])
-    parser.add_argument("--layers", type=int, help="of the presets, in place of all")
-    parser.add_argument("--lengths", type=int, nargs="+", default=[2048, 8192, 32768])
-    parser.add_argument("--also", nargs="+", default=[], metavar="KEY=VALUE", help="ours so, too")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--recompute-from", type=int, default=65536, metavar="TOKENS")
+    parser.add_argument("--layers", type=int, help="number of layers, instead of the preset's")
+    parser.add_argument(
+        "--lengths", type=int, nargs="+", default=[2048, 8192, 32768], help="tokens of the row"
+    )
+    parser.add_argument(
+        "--also",
+        nargs="+",
+        default=[],
+        metavar="KEY=VALUE",
+        help="measure ISP with this setting, too",
+    )
+    parser.add_argument("--rounds", type=int, default=5, help="timed steps of each way")
+    parser.add_argument(
+        "--recompute-from",
+        type=int,
+        default=65536,
+        metavar="TOKENS",
+        help="length from which all blocks are recomputed",
+    )
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--json", type=Path, help="where to write the numbers")
     options = parser.parse_args()
     device = torch.device(options.device)
     prepare(device)
     print(f"{device_name(device)}, torch {torch.__version__}, bfloat16, one row of one document\n")
+    print(COLUMNS)
     print("| model | tokens | recompute | who | ms a step | tokens/s | MFU | peak GiB |")
     print("|---|---:|---|---|---:|---:|---:|---:|")
     found: list[dict[str, Any]] = []

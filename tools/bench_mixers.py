@@ -1,20 +1,21 @@
-"""Scans by heads and by state over a modelled link, beside a gather of the whole sequence.
+"""Compare ways to scan a sequence over ranks (Mamba, delta rules), over a modelled link.
 
     python tools/bench_mixers.py                  # 2 and 4 ranks, over a modelled link
-    python tools/bench_mixers.py --ms 5           # a fast one, where compute counts
-    python tools/bench_mixers.py --local          # one process, beside transformers' functions
+    python tools/bench_mixers.py --ms 5           # over a fast link, where compute counts
+    python tools/bench_mixers.py --local          # one process, compared with transformers
     python tools/bench_mixers.py --quick          # tiny, to see whether it runs
 
-A step is a scan of one document that all ranks hold, forward and backward. The lengths lie around
-the planned crossing: where, by `received_bytes`, by heads receives as much as by state, which does
-not depend on the length. The link is as fast as makes the states alone take `--ms` each way. Every
-way is compared with the scan of one process, in float64, and its bytes with the formula, for one
-document and for packed ones, before anything is timed.
+A step is the scan of one document that is split over all ranks, forward and backward:
 
-    gather      all-gather of what the scan reads, a scan of all of it, own tokens kept
-    crossing    tokens at which by heads takes as long as by state: planned from the bytes, and
-                measured, where the line through the differences of a round's times is zero
-    bytes       that the rank which receives most receives, forward: what it sends in backward
+    heads       each rank scans the whole document for its share of the heads (all-to-all)
+    state       each rank scans its tokens, and ranks exchange states of the recurrence
+    gather      each rank gathers the whole input, scans it, and keeps the output of its tokens
+
+The bytes of `heads` grow with the length of the document, those of `state` do not. The crossing is
+the length at which both receive the same number of bytes; the lengths are chosen around it. The
+speed of the link is chosen so that the states alone take `--ms` in each direction. Before anything
+is timed, each way is compared with a scan in one process in float64, and its bytes with the plan's
+formula, for one document and for packed documents.
 """
 
 from __future__ import annotations
@@ -51,23 +52,43 @@ from isp.core.mixers.recurrence import Inputs, Recurrence
 from isp.core.mixers.scan import cheaper_way, received_bytes, scan_by_heads, scan_by_state
 from isp.core.mixers.state_space import Mamba2, SelectiveScan
 
+COLUMNS = """\
+states, MB      MB of states that the rank which receives most receives in a forward by `state`
+planned         tokens of the crossing by the plan, from the bytes
+measured        tokens at which `heads` and `state` take the same time: where the line through the
+                differences of a round's times is zero; the median over rounds
+off             measured / planned - 1
+0.5, 1, 2       median ms of a step by heads, state and gather, on the slowest rank, for documents
+                of 0.5, 1 and 2 times the planned crossing
+auto loses      how much longer the way takes that `parallel.sequence_scan: auto` chooses than the
+                fastest of heads and state, at the worst length
+"""
+LOCAL_COLUMNS = """\
+theirs, ms      median processor time of the function of transformers, forward and backward
+ours            median ratio of the time of ISP's scan to that, for one document, then for packed
+                documents
+"""
 AROUND = 0.5, 0.75, 1.0, 1.5, 2.0
-"""Lengths, over the planned crossing."""
+"""Lengths of the document, divided by the planned crossing."""
 
 
 class Kind(NamedTuple):
-    """A mixer, and the shapes of what it reads, of a token."""
+    """A recurrence, and the shapes of its inputs for one token."""
 
     recurrence: Recurrence
     of_heads: tuple[tuple[int, ...], ...]
+    """Shapes of the inputs that each head has of its own."""
     of_groups: tuple[tuple[int, ...], ...]
+    """Shapes of the inputs that several heads share."""
     constants: tuple[tuple[int, ...], ...] = ()
+    """Shapes of the inputs that do not depend on the token."""
 
     def inputs(self, tokens: int, dtype: torch.dtype = torch.float32) -> Inputs:
-        """The same on all ranks."""
+        """Draw inputs for `tokens` tokens, the same on all ranks."""
         draw = partial(torch.randn, generator=torch.Generator().manual_seed(0), dtype=dtype)
         heads, groups = ([draw(tokens, *s) for s in x] for x in (self.of_heads, self.of_groups))
         constants = [draw(*s) for s in self.constants]
+        # In their ranges: log decays and A below 0, beta between 0 and 1.
         if isinstance(self.recurrence, DeltaRule):
             heads[1], heads[2] = -heads[1].abs(), heads[2].sigmoid()
         else:
@@ -76,7 +97,10 @@ class Kind(NamedTuple):
 
 
 def kinds(heads: int, size: int) -> dict[str, Kind]:
-    """Those measured: so many heads of this size, or as many channels with 16 numbers each."""
+    """Return the measured recurrences, by name, with `heads` heads of this size.
+
+    The selective scan has heads * size channels instead, with 16 states each.
+    """
     rule, half = DeltaRule(normalise=True), max(1, heads // 2)
     return {
         "gated delta rule": Kind(rule, ((heads, size), (heads,), (heads,)), ((half, size),) * 2),
@@ -97,7 +121,10 @@ Scan = Callable[[Recurrence, Inputs, Placement], Tensor]
 
 
 def by_gather(recurrence: Recurrence, inputs: Inputs, placement: Placement) -> Tensor:
-    """Every rank scans everything: what is left where a model knows neither way."""
+    """Scan the whole sequence on every rank, and return the output of this rank's tokens.
+
+    This is what a model without a scan by heads or by state has to do.
+    """
     of_tokens = (*inputs.of_heads, *inputs.of_groups)
     flat = torch.cat([x.flatten(1) for x in of_tokens], 1)
     whole = gather_from_sequence_parallel_region(flat, placement.channel)
@@ -113,7 +140,7 @@ WAYS: dict[str, Scan] = {"heads": scan_by_heads, "state": scan_by_state, "gather
 
 
 class MixersBench(Bench):
-    """One rank's part of the table for one world size."""
+    """The part of one rank in the table for one world size."""
 
     def __init__(self, rank: int, world: int, options: argparse.Namespace, wires: Wires | None):
         self.rank, self.world, self.options, self.wires = rank, world, options, wires
@@ -124,15 +151,16 @@ class MixersBench(Bench):
         )
 
     def run(self) -> None:
-        """A row of the table for each mixer."""
+        """Check each recurrence, then print its line of the table."""
         for name, kind in kinds(self.options.heads, self.options.head_size).items():
             self._check(kind)
             self._compare(name, kind)
 
     def _placement(self, lengths: tuple[int, ...]) -> Placement:
-        """Documents one after another, over ranks with equally many tokens."""
+        """Split packed documents over the ranks: contiguous tokens, the same number on each."""
         ends = np.cumsum((0, *lengths))
         share = int(ends[-1]) // self.world
+        # Rank r has tokens [r * share, (r + 1) * share): a slice for each document [a, b) there.
         held = tuple(
             tuple(
                 Slice(i, max(0, r * share - a), min(b, (r + 1) * share) - a)
@@ -144,7 +172,10 @@ class MixersBench(Bench):
         return Placement(self.channel, SequenceSplit(lengths, held))
 
     def _check(self, kind: Kind) -> None:
-        """All ways give what one process does, their bytes are the formula's, and a halo's, too."""
+        """Check outputs, gradients and bytes of all ways, and the bytes of a convolution's halo.
+
+        Raises AssertionError or SystemExit.
+        """
         tokens = 64 * self.world
         packed = log_normal_row(random.Random(1), tokens, tokens / 12, 1.0)
         for lengths in ((tokens,), tuple(packed)):
@@ -167,28 +198,33 @@ class MixersBench(Bench):
                     same(x, y[own])
                 if way != "gather" and self._received() != planned[SequenceScan(way)]:
                     raise SystemExit(
-                        f"by {way}: not {planned[SequenceScan(way)]} bytes, as planned"
+                        f"error: by {way}, the bytes received are not the planned"
+                        f" {planned[SequenceScan(way)]}"
                     )
             self._check_halo(placement, own)
 
     def _check_halo(self, placement: Placement, own: slice) -> None:
+        """Check the bytes of a convolution over 4 tokens, which needs 3 of earlier ranks."""
         x = torch.zeros(own.stop - own.start, 8, requires_grad=True)
         self.log.collect()
         convolve(x, torch.zeros(8, 4), None, placement).sum().backward()
         planned = placement.halo(3).most_received * 8 * x.element_size()
         if self._received() != planned:
-            raise SystemExit(f"a halo of not {planned} bytes, as planned")
+            raise SystemExit(f"error: the halo's bytes are not the planned {planned}")
 
     def _received(self) -> int:
-        """By the rank that receives most in a forward: what it sends back, by the log.
+        """Return the bytes received in a forward by the rank that receives most.
 
-        Every transfer there has its transpose, so the second half of the transfers is backward's.
+        The log counts only bytes sent. A backward sends back what its forward received, and its
+        transfers are the second half of the log, since each transfer has a transposed one.
         """
         transfers = self.log.take()
         return int(self._slowest([sum(t.sent_bytes for t in transfers[len(transfers) // 2 :])])[0])
 
     def _compare(self, name: str, kind: Kind) -> None:
+        """Time all ways at all lengths; rank 0 prints the line of the table."""
         sample = kind.inputs(1)
+        # By heads, bytes are proportional to the tokens: measure them for a short document.
         unit = 2 * self.world
         planned = received_bytes(kind.recurrence, sample, self._placement((unit,)))
         by_state = planned[SequenceScan.STATE]
@@ -231,6 +267,7 @@ class MixersBench(Bench):
 
 
 def _leaves(inputs: Inputs) -> tuple[list[Tensor], Inputs]:
+    """Copy the inputs that depend on the token as leaves of autograd; return them, and `Inputs`."""
     of_heads, of_groups = (
         tuple(x.detach().clone().requires_grad_() for x in xs) for xs in inputs[:2]
     )
@@ -238,28 +275,32 @@ def _leaves(inputs: Inputs) -> tuple[list[Tensor], Inputs]:
 
 
 def _given(scan: Scan, recurrence: Recurrence, placement: Placement, inputs: Inputs) -> Tensor:
+    """Call `scan`, with `inputs` as the last argument, for `partial`."""
     return scan(recurrence, inputs, placement)
 
 
 def _with_gradients(
     inputs: Inputs, run: Callable[[Inputs], Tensor], own: slice = slice(None)
 ) -> tuple[Tensor, list[Tensor]]:
-    """The result, and the gradients of what is of tokens, for a seed that all ranks share."""
+    """Return the output of `run`, and the gradients of the inputs that depend on the token."""
     leaves, inputs = _leaves(inputs)
     out = run(inputs)
+    # The same output gradient for each token, so that ranks and one process have the same.
     seed = torch.linspace(-1, 1, out[0].numel(), dtype=out.dtype).view(out[0].shape)
     return out.detach(), list(torch.autograd.grad(out, leaves, seed.expand_as(out)))
 
 
 def _zero(lengths: list[int], differences: list[float]) -> float:
-    """The length at which the line through the differences is zero."""
+    """Return the length at which the least-squares line through the differences is zero."""
     slope, start = np.polyfit(lengths, differences, 1)
     return float(-start / slope)
 
 
 def compare_locally(options: argparse.Namespace) -> None:
-    """A table of one process: our scans beside the torch functions of transformers, which it uses
-    where no kernel is installed and which know no documents."""
+    """Print the table of one process: ISP's scans compared with the torch code of transformers.
+
+    transformers runs these functions if no kernel is installed. They ignore document boundaries.
+    """
     from transformers.models.jamba.modeling_jamba import mamba_selective_scan
     from transformers.models.kimi_linear.modeling_kimi_linear import chunk_kimi_delta_attention
     from transformers.models.nemotron_h.modeling_nemotron_h import mamba2_chunk_scan
@@ -289,6 +330,7 @@ def compare_locally(options: argparse.Namespace) -> None:
     torch.set_num_threads(1)
     tokens, draw = options.tokens, random.Random(0)
     packed = log_normal_row(draw, tokens, tokens / 40, 1.0)
+    print(LOCAL_COLUMNS)
     print(f"| | theirs, ms | ours | ours, {len(packed)} documents |\n|---|---:|---:|---:|")
     for name, kind in kinds(options.heads, options.head_size).items():
         leaves, inputs = _leaves(kind.inputs(tokens))
@@ -314,7 +356,7 @@ def compare_locally(options: argparse.Namespace) -> None:
 
 
 def _first(function: Callable[..., Any], *args: Any) -> Tensor:
-    """The first of what it gives, or all of it."""
+    """Call `function`, and return its output, or the first one if it returns a tuple."""
     found = function(*args)
     out: Tensor = found[0] if isinstance(found, tuple) else found
     return out
@@ -322,17 +364,23 @@ def _first(function: Callable[..., Any], *args: Any) -> Tensor:
 
 def main() -> None:
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        description=__doc__,
+        epilog=f"columns:\n{COLUMNS}\ncolumns of --local:\n{LOCAL_COLUMNS}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
-    parser.add_argument("--ms", type=float, default=200.0, help="of the states, each way")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--tries", type=int, default=4)
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4], help="CPU ranks")
+    parser.add_argument(
+        "--ms", type=float, default=200.0, help="time of the states over the link, in one direction"
+    )
+    parser.add_argument("--rounds", type=int, default=5, help="timed steps of each way and length")
+    parser.add_argument("--tries", type=int, default=4, help="most tries for an undisturbed step")
     parser.add_argument("--heads", type=int, default=4)
     parser.add_argument("--head-size", type=int, default=32)
-    parser.add_argument("--tokens", type=int, default=4096, help="of --local")
+    parser.add_argument("--tokens", type=int, default=4096, help="length, with --local")
     parser.add_argument("--latency-us", type=float, default=50.0, help="of a modelled transfer")
-    parser.add_argument("--local", action="store_true", help="one process, beside transformers")
+    parser.add_argument(
+        "--local", action="store_true", help="compare with transformers in one process"
+    )
     parser.add_argument("--quick", action="store_true", help="tiny, to see whether it runs")
     options = parser.parse_args()
     options.link = "modelled"
@@ -344,6 +392,7 @@ def main() -> None:
     if options.local:
         compare_locally(options)
         return
+    print(COLUMNS)
     print(
         "| | ranks | states, MB | planned | measured | off | 0.5: heads · state · gather, ms",
         end="",

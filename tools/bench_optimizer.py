@@ -1,16 +1,11 @@
-"""Muon's update by home ranks over a modelled link, beside AdamW's and beside gathering everything.
+"""Compare Muon's update by home ranks with AdamW's and with a gather of all matrices.
 
     python tools/bench_optimizer.py            # 4 ranks, the quickstart's weights; a minute
 
-An update alone, on 4 ranks that have a quarter of each weight. Newton-Schulz sleeps, so that ranks
-do not compete for cores: for as long as its FLOPs take where those of the step's tokens take
-`--step-ms` on a rank. The link is as fast as makes the transfers of weights and gradients of a
-step take the given ratio of that.
-
-    adamw      rows are updated where they are
-    homes      rows travel to a home rank for each matrix and back, as `optimizer.name: muon` does
-    gathered   every rank gathers every matrix and multiplies it, a layer ahead
-    exposed    time that ranks waited for transfers: the median of the slowest rank's
+Only the update is measured, on 4 ranks that each have a quarter of each weight, over a modelled
+link. Newton-Schulz does not compute but sleeps, so that ranks do not compete for cores; it sleeps
+for its FLOPs at the speed at which a rank computes a training step in `--step-ms`. The speed of the
+link is chosen so that the transfers of weights and gradients of a step take `--ratio` times that.
 """
 
 from __future__ import annotations
@@ -38,6 +33,16 @@ from isp.core.optim.zero1 import Zero1Optimizer
 from isp.core.weights.sharded_parameter import ShardedParameter
 from isp.parity.forked import run_ranks
 
+COLUMNS = """\
+ratio        transfers of weights and gradients of a step, as a share of its compute
+adamw        each rank updates its rows
+homes        the rows of each matrix are sent to its home rank and back, as `optimizer.name: muon`
+gathered     every rank gathers every matrix, one layer ahead, and orthogonalizes it
+update       median time of the update, on the slowest rank
+exposed      median time for which the slowest rank waited for transfers
+of a step    exposed / `--step-ms`
+sent         MiB that rank 0 sent
+"""
 RANKS, LAYERS, HIDDEN, INSIDE, KEYS, TOKENS = 4, 4, 160, 432, 80, 1024
 SHAPES = [(HIDDEN, HIDDEN)] * 2 + [(KEYS, HIDDEN)] * 2 + [(INSIDE, HIDDEN)] * 2 + [(HIDDEN, INSIDE)]
 ELEMENTS = LAYERS * sum(a * b for a, b in SHAPES)
@@ -46,7 +51,7 @@ WAYS = ("adamw", "homes", "gathered")
 
 
 class Gathered:
-    """As `MatrixUpdates.run`, by all matrices on every rank."""
+    """Replaces `MatrixUpdates`: every rank gathers and updates all matrices."""
 
     def __init__(self, updates: MatrixUpdates, mesh: Mesh, pace: Callable[[int], None]) -> None:
         self._updates, self._channel, self._pace = updates, mesh[Axis.STAGE], pace
@@ -54,7 +59,9 @@ class Gathered:
         self._layer_flops = sum(bucket.all_flops for bucket in updates.buckets) / LAYERS
 
     def run(self, average: Any, step: Any, meanwhile: Callable[[], None]) -> Iterator[Any]:
+        """Update all matrices, as `MatrixUpdates.run`: gather a layer while the last one sleeps."""
         tag, parts = Tag(Purpose.MATRIX, tensor="gathered"), self._updates._parts
+        # One group has the buckets of a layer: its FLOPs are the size at which a group is full.
         parts = grouped(parts, lambda _: 0, lambda part: part[0].all_flops, self._layer_flops)
 
         def launch(number: int) -> list[Any]:
@@ -64,7 +71,7 @@ class Gathered:
             return [self._channel.all_gather(grad, tag=tag) for grad in grads]
 
         coming = launch(0)
-        meanwhile()
+        meanwhile()  # the update of the other parameters, while the first gathers are in flight
         for number, of_layer in enumerate(parts):
             here, coming = coming, launch(number + 1) if number + 1 < len(parts) else []
             for pending in here:
@@ -94,7 +101,7 @@ def _optimizer(mesh: Mesh, name: str, bucket_bytes: int) -> tuple[MainGradients,
 
 
 def _measure(rank: int, options: argparse.Namespace) -> dict[str, list[tuple[float, float, int]]]:
-    """By way, of each round: milliseconds of the update, those exposed, and bytes sent."""
+    """Time all ways; return by way, for each round: ms of the update, ms exposed, bytes sent."""
     torch.set_num_threads(1)
     torch.manual_seed(rank)
     link = Link(UNLIMITED, 0.0)
@@ -110,19 +117,19 @@ def _measure(rank: int, options: argparse.Namespace) -> dict[str, list[tuple[flo
         for x in xs:
             pace(Matrix((0, 0), tuple(x.shape)).flops(keys))
 
-    isp.core.optim.matrices.make_orthogonal = sleep
+    isp.core.optim.matrices.make_orthogonal = sleep  # Newton-Schulz, in `homes`
     made = {way: _optimizer(mesh, way, options.bucket_kib * 1024) for way in WAYS}
     gathers = Gathered(made["gathered"][1].matrices, mesh, pace)
     made["gathered"][1].matrices = gathers  # type: ignore[assignment]
     link.slow(mesh.opened)
     found: dict[str, list[tuple[float, float, int]]] = {way: [] for way in WAYS}
-    for number in range(options.rounds + 1):
+    for number in range(options.rounds + 1):  # round 0 warms up, over an unlimited link
         link.bytes_per_second = moved / (seconds * options.ratio) if number else UNLIMITED
         for way, (gradients, optimizer) in made.items():
             gradients.zero()
             for item in gradients.parameters:
                 gradients.grad(item.parameter).normal_()
-            gradients.reduce()
+            gradients.reduce()  # outside of the timed part; the norm is given
             mesh.host.all_reduce(torch.zeros(1)).wait()
             mesh.log.collect()
             began = time.perf_counter()
@@ -137,16 +144,27 @@ def _measure(rank: int, options: argparse.Namespace) -> dict[str, list[tuple[flo
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(
+        description=__doc__,
+        epilog=COLUMNS,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("--step-ms", type=float, default=400, help="compute of a step on a rank")
-    parser.add_argument("--ratio", type=float, nargs="+", default=[0.25, 0.5, 1.0])
-    parser.add_argument("--bucket-kib", type=int, default=64, help="of gradients, for each rank")
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument(
+        "--ratio",
+        type=float,
+        nargs="+",
+        default=[0.25, 0.5, 1.0],
+        help="transfers of a step / its compute",
+    )
+    parser.add_argument("--bucket-kib", type=int, default=64, help="KiB of gradients in a bucket")
+    parser.add_argument("--rounds", type=int, default=5, help="timed updates of each way")
     options = parser.parse_args()
     print(
         f"{RANKS} ranks, {LAYERS} layers of hidden {HIDDEN}, {TOKENS} tokens a step of"
         f" {options.step_ms:g} ms, buckets of {options.bucket_kib} KiB a rank"
     )
+    print(COLUMNS)
     print(f"{'ratio':>6}{'':>10}{'update':>10}{'exposed':>10}{'of a step':>11}{'sent':>10}")
     for ratio in options.ratio:
         options.ratio = ratio

@@ -1,27 +1,20 @@
-"""How much communication of weights and gradients is hidden, ours and fully_shard's, in one run.
+"""Measure how much communication of weights and gradients ISP and fully_shard hide.
 
     python tools/bench_overlap.py                     # over a modelled link, anywhere
     python tools/bench_overlap.py --link real         # over veth and tc tbf, root only
-    python tools/bench_overlap.py --paced 40          # compute that sleeps: cores do not blur
-    python tools/bench_overlap.py --trace wo          # and a timeline of the rows named so
+    python tools/bench_overlap.py --paced 40          # compute sleeps: ranks need few cores
+    python tools/bench_overlap.py --trace wo          # also timelines of rows with wo in the name
 
-A step is forward, backward and the reduction of the gradients, of the same decoder with the same
-weights and tokens; losses and gradients of all rows are compared before anything is timed. The
-rows run in turn, a step each, the first one rotating; the slowest rank counts, and shown are
-medians over the rounds, differences and ratios being taken within a round. A step during which
-other programs were busy is taken again, and the least disturbed of `--tries` counts. The link is as
-fast as makes the step's transfers, nothing else running, take the given ratio of compute alone.
+A step is forward, backward and the reduction of gradients of the same decoder with the same weights
+and tokens. Losses and gradients of all rows are compared before anything is timed. The rows take
+turns, a step each, and each round another one begins; a time is that of the slowest rank. A step
+during which other programs were busy is repeated, and the least disturbed of `--tries` counts. The
+speed of the link is chosen so that the transfers of a step, when nothing else runs, take `--ratios`
+times as long as compute alone.
 
-    communication   what the row's bytes take at the link's speed, latencies included
-    excess          step time minus compute alone, which has in it what moving bytes costs the cores
-    blocked         how long transfers were waited for, by the channels' log
-    bound           the first gathers (before the first matmul), the last reduce-scatter, and for
-                    forward and backward what is longer than their compute
-    peak            most bytes gathered at once, in blocks, by the memory pool
-
-With `--paced` a matmul with a weight sleeps for as long as a core of that speed would take, on
-16 tokens that stand for all: what is measured is then the order of things and the runtime's own
-cost, and four ranks have room on two cores.
+With `--paced`, each matmul with a weight runs on 16 tokens and then sleeps for the time that a core
+of that speed needs for all tokens. This measures the schedule and the cost of the runtime itself,
+and lets four ranks run on two cores.
 """
 
 from __future__ import annotations
@@ -61,29 +54,44 @@ from isp.core.mesh import Axis
 from isp.core.mesh.config import LaunchPoint, OverlapUnit
 from model.config import ModelConfig
 
+COLUMNS = """\
+step ms      median time of a step
+of compute   step / the step of `compute alone`
+comm. ms     time of the row's bytes at the speed of the link, with latencies
+excess ms    step minus compute alone, with what it costs the cores to move bytes; %: of comm.
+of bound     excess / the bound's
+blocked ms   time for which waits for transfers blocked; %: of comm.
+peak         most bytes gathered at one time, divided by the bytes of a block's weights
+rows         compute alone: whole weights on each rank, no transfers; traffic beside it: the same
+             while a thread moves the same bytes; one rank a group: the runtime without transfers;
+             the bound: what no schedule can hide: the gathers before the first matmul, the last
+             reduce-scatter, and transfers of forward or backward that take longer than its compute
+Differences and ratios are medians over rounds of the differences and ratios in a round.
+"""
 STAY = ", weights stay"
 UNLIMITED = 1e15
-"""Bytes per second of a link that is not modelled."""
-
-
+"""Bytes per second of a link that takes no time."""
 QUIET = 0.1
-"""Share of the machine that other programs may take in a step that counts."""
+"""Largest share of the machine that other programs may use in a step that is not repeated."""
 
 
 class Sample(NamedTuple):
-    """One step of one row; seconds and bytes of the slowest rank."""
+    """Measures of one step of one row: each the largest over the ranks."""
 
     step: float
+    """Seconds of the step."""
     forward: float
+    """Seconds until the end of forward."""
     blocked: float
+    """Seconds for which waits for transfers blocked."""
     sent_bytes: float
     num_transfers: float
     foreign: float
-    """Processor time of other programs meanwhile, as a share of the machine's."""
+    """Processor time of other programs during the step, as a share of the machine's."""
 
 
 class Bench:
-    """One rank's part of the tables for one world size."""
+    """The part of one rank in the tables for one world size."""
 
     def __init__(self, rank: int, world: int, options: argparse.Namespace, wires: Wires | None):
         self.rank, self.world, self.options, self.wires = rank, world, options, wires
@@ -100,7 +108,7 @@ class Bench:
         self.traces: dict[str, tuple[float, float, float, list[TimedTransfer]]] = {}
 
     def run(self) -> None:
-        """Check, calibrate, and print a table for each ratio."""
+        """Compare all rows; then for each ratio set the speed of the link and print a table."""
         self._check()
         reference = next(row for row in self.rows if row.name == "ours, per layer, wo")
         self._timed(reference)
@@ -119,14 +127,16 @@ class Bench:
                 self._print_table(samples, moves, speed)
                 self._print_traces()
 
-    # -- contestants -------------------------------------------------------------------------
+    # -- rows of the table -------------------------------------------------------------------
 
     def _size_one(self) -> Iterator[Row]:
+        """Yield the rows of ISP without any transfer: they show the cost of its runtime."""
         solo = mesh_of(1, 0)
         yield ours("one rank a group, overlap off", self.compute, solo, overlap=False)
         yield ours("one rank a group, overlap on", self.compute, solo)
 
     def _ours(self) -> Iterator[Row]:
+        """Yield the rows of ISP with weights sharded over all ranks."""
         yield ours("ours, no overlap", self.compute, self.mesh, overlap=False)
         for launch in LaunchPoint:
             yield ours(f"ours, per layer, {launch}", self.compute, self.mesh, launch=launch)
@@ -134,8 +144,9 @@ class Bench:
         yield ours("ours" + STAY, self.compute, self.mesh, reshard_after_forward=False)
 
     def _theirs(self) -> Iterator[Row]:
+        """Yield the rows of fully_shard."""
         default = self.channel
-        if self.wires:  # torch's own reduce-scatter, which moves twice the bytes on gloo
+        if self.wires:  # by torch's own reduce-scatter, which sends twice the bytes over gloo
             default = Channel(self.channel.group, name="weight", log=self.log, sum_locally=False)
         yield theirs("fully_shard, default", self.compute, default, prefetch=False)
         name = "fully_shard, async prefetch"
@@ -154,18 +165,23 @@ class Bench:
     # -- measuring ---------------------------------------------------------------------------
 
     def _check(self) -> None:
-        """Every row computes the same loss and the same gradients."""
+        """Check that every row computes the loss and the gradients of compute alone."""
         compare(self.alone, [row for row in self.rows[1:] if "one rank" not in row.name], 1e-5)
 
     def _calibrate(self, moves: list[TimedTransfer], expected: float) -> float:
-        """Make `moves` alone take `expected` seconds; the speed, in bytes per second."""
+        """Set the link so that `moves`, with nothing else, take `expected` seconds.
+
+        Returns its speed in bytes per second.
+        """
         sent = sum(t.sent_bytes for t in moves)
         speed = sent / max(0.1 * expected, expected - self.latency * len(moves))
         if self.link is not None:
             self.link.bytes_per_second, self.link.latency_seconds = speed, self.latency
             return speed
         assert self.wires is not None
-        for _ in range(2):  # headers and the bucket's first megabyte: as measured
+        # A real link also carries headers, and the token bucket lets the first megabyte pass at
+        # once: correct the speed twice by the measured time.
+        for _ in range(2):
             self.wires.limit(self.rank, speed)
             seconds = [self._clock(lambda: move(moves, self.channel)) for _ in range(3)]
             speed *= statistics.median(seconds) / expected
@@ -173,18 +189,21 @@ class Bench:
         return sent / expected
 
     def _clock(self, act: Callable[[], object]) -> float:
+        """Return the seconds of `act` on the slowest rank."""
         dist.barrier()
         begin = time.perf_counter()
         act()
         return self._slowest([time.perf_counter() - begin])[0]
 
     def _slowest(self, values: list[float]) -> list[float]:
+        """Return the largest of each value over the ranks."""
         tensor = torch.tensor(values, dtype=torch.float64)
         dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
         result: list[float] = tensor.tolist()
         return result
 
     def _rounds(self, rows: list[Row], rounds: int) -> dict[str, list[Sample]]:
+        """Time `rows` in turn; return their samples by name, without those of a warm-up round."""
         samples: dict[str, list[Sample]] = {row.name: [] for row in rows}
         for i in range(rounds + 1):
             for row in rows[i % len(rows) :] + rows[: i % len(rows)]:
@@ -194,22 +213,27 @@ class Bench:
         return samples
 
     def _undisturbed(self, row: Row) -> Sample:
+        """Repeat a step while other programs are busy; return the least disturbed one.
+
+        All ranks make the same decision, since `foreign` is the same on all of them.
+        """
         tries: list[Sample] = []
         while len(tries) < self.options.tries and not any(s.foreign < QUIET for s in tries):
             tries.append(self._timed(row))
         return min(tries, key=lambda s: s.foreign)
 
     def _timed(self, row: Row) -> Sample:
+        """Make a step of `row` on all ranks, and return its measures; `traces` keeps transfers."""
         if row.pool is not None:
-            row.pool.peak_leased_bytes = row.pool.leased_bytes
+            row.pool.peak_leased_bytes = row.pool.leased_bytes  # the peak of this step only
         self.log.collect()
         dist.barrier()
         begin, used, busy = time.perf_counter(), time.process_time(), _busy_seconds()
         result = row.step()
         end, used, busy = time.perf_counter(), time.process_time() - used, _busy_seconds() - busy
-        if row.name.startswith("compute alone, "):
-            end = result.forward_ended
-            self.log.collect()
+        if row.name.startswith("compute alone, "):  # with traffic: see `overlap_rows.traffic`
+            end = result.forward_ended  # where that row puts the end of compute
+            self.log.collect()  # drops the traffic, which no compute waits for
         transfers = list(self.log.transfers)
         self.traces[row.name] = (begin, result.forward_ended, end, transfers)
         totals = CommLog.totals(transfers)
@@ -265,6 +289,7 @@ class Bench:
         print(f"| {' | '.join(cells)} |")
 
     def _peak(self, row: Row) -> str:
+        """Return the peak of gathered bytes in blocks; empty for rows without a memory pool."""
         if row.pool is None or not row.pool.allocations:
             return ""
         peak = row.pool.peak_leased_bytes
@@ -273,7 +298,10 @@ class Bench:
     def _bound(
         self, moves: list[TimedTransfer], forward: float, backward: float, speed: float
     ) -> float:
-        """Seconds that no order of transfers could hide."""
+        """Return the seconds of transfers that no schedule could hide.
+
+        `forward` and `backward` are seconds of compute alone.
+        """
 
         def seconds(transfers: list[TimedTransfer]) -> float:
             return sum(t.sent_bytes / speed + self.latency for t in transfers)
@@ -281,7 +309,7 @@ class Bench:
         gathers = [t for t in moves if t.kind == "all_gather"]
         labels = [t.label for t in gathers]
         again = [t for i, t in enumerate(gathers) if t.label in labels[:i]]
-        first = gathers[:2]  # the table and the first linear
+        first = gathers[:2]  # of the embedding and the first linear, before any matmul
         going_forward = [t for i, t in enumerate(gathers) if t.label not in labels[:i]][2:]
         reduces = [t for t in moves if t.kind == "reduce_scatter"]
         return (
@@ -297,7 +325,7 @@ class Bench:
                 continue
             print(f"\n{name}: forward until {(forward_ended - begin) * 1e3:.1f} ms", end="")
             print(f", step {(end - begin) * 1e3:.1f} ms (rank 0, last round)\n")
-            print(f"{'launched':>9} {'ended':>9} {'blocked':>8} ms   (# on its way)")
+            print(f"{'launched':>9} {'ended':>9} {'blocked':>8} ms   (# while in flight)")
             for t in transfers:
                 times = (t.launched - begin, t.ended - begin, t.exposed)
                 bar = _bar(times[0], times[1], end - begin)
@@ -308,26 +336,30 @@ class Bench:
 
 
 def _busy_seconds() -> float:
-    """Processor time of all programs and of neighbours on the same hardware, all cores together."""
+    """Return the processor time that all programs used since boot, summed over cores.
+
+    `steal`, which other virtual machines on the same hardware used, counts as well.
+    """
     with open("/proc/stat") as stat:
         user, nice, system, _, _, _, _, steal = (int(n) for n in stat.readline().split()[1:9])
     return (user + nice + system + steal) / os.sysconf("SC_CLK_TCK")
 
 
 def _bar(begin: float, end: float, whole: float, width: int = 60) -> str:
+    """Return a line of `width` characters for [0, whole], with # from `begin` to `end`."""
     first = min(width - 1, int(begin / whole * width))
     last = min(width - 1, max(first, int(end / whole * width)))
     return " " * first + "#" * (last - first + 1) + " " * (width - 1 - last)
 
 
 def unit_bytes(config: ModelConfig) -> int:
-    """Bytes of a block's weights, all but its norms."""
+    """Return the bytes of a block's float32 weights, without its norms."""
     q, kv = config.num_heads * config.head_size, config.kv_heads * config.head_size
     return 4 * config.hidden_size * (2 * q + 2 * kv + 3 * config.intermediate_size)
 
 
 def compute_of(options: argparse.Namespace) -> Compute:
-    """The work that the options ask for."""
+    """Return the model and tokens of a rank that `options` choose."""
     model = ModelConfig(
         vocab_size=options.vocab,
         hidden_size=options.hidden,
@@ -349,7 +381,10 @@ def rank_main(
     wires: Wires | None,
     bench: type[Bench],
 ) -> None:
-    gc.freeze()  # what the parent owns may wait for threads that only the parent has
+    """Run `bench` as one forked rank, and end the process."""
+    # Never collect objects of the parent: their destructors may wait for threads, which a fork
+    # does not copy.
+    gc.freeze()
     if wires:
         wires.enter(rank)
     torch.set_num_threads(1)
@@ -363,7 +398,7 @@ def rank_main(
 
 
 def run_ranks(world: int, options: argparse.Namespace, *, bench: type[Bench] = Bench) -> None:
-    """Fork the ranks, have each run `bench`, and wait for them; one that fails ends all."""
+    """Fork `world` ranks that run `bench`, and wait for them; if one fails, all are ended."""
     wires = Wires(world) if options.link == "real" else None
     context = mp.get_context("fork")
     with wires or nullcontext(), tempfile.TemporaryDirectory() as folder:
@@ -381,30 +416,44 @@ def run_ranks(world: int, options: argparse.Namespace, *, bench: type[Bench] = B
                     break
                 time.sleep(0.1)
             if failed := {r: p.exitcode for r, p in enumerate(ranks) if p.exitcode}:
-                raise SystemExit(f"ranks failed, with exit codes {failed}")
+                raise SystemExit(f"error: ranks failed, exit codes by rank: {failed}")
         finally:
             for process in ranks:
                 process.kill()
 
 
 def options_parser() -> argparse.ArgumentParser:
-    """What the tool takes."""
+    """Return the parser of the command line."""
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        description=__doc__,
+        epilog=COLUMNS,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--link", choices=("modelled", "real"), default="modelled")
-    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
-    parser.add_argument("--ratios", type=float, nargs="+", default=[0.25, 0.5, 0.75, 1.0])
-    parser.add_argument("--rounds", type=int, default=10)
-    parser.add_argument("--tries", type=int, default=4)
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4], help="CPU ranks")
+    parser.add_argument(
+        "--ratios",
+        type=float,
+        nargs="+",
+        default=[0.25, 0.5, 0.75, 1.0],
+        help="time of a step's transfers / time of compute alone",
+    )
+    parser.add_argument("--rounds", type=int, default=10, help="timed steps of each row")
+    parser.add_argument("--tries", type=int, default=4, help="most tries for an undisturbed step")
     parser.add_argument("--hidden", type=int, default=256)
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--vocab", type=int, default=512)
-    parser.add_argument("--batch", type=int, default=4, help="rows of a rank")
-    parser.add_argument("--tokens", type=int, default=512, help="tokens of a row")
+    parser.add_argument("--batch", type=int, default=4, help="sequences of a rank")
+    parser.add_argument("--tokens", type=int, default=512, help="tokens of a sequence")
     parser.add_argument("--latency-us", type=float, default=50.0, help="of a modelled transfer")
-    parser.add_argument("--paced", type=float, metavar="GFLOPS", default=0.0)
-    parser.add_argument("--trace", metavar="TEXT", help="timelines of the rows with TEXT in them")
+    parser.add_argument(
+        "--paced",
+        type=float,
+        metavar="GFLOPS",
+        default=0.0,
+        help="let matmuls sleep as on a core of this speed (0: compute them)",
+    )
+    parser.add_argument("--trace", metavar="TEXT", help="print timelines of rows with TEXT in them")
     parser.add_argument("--quick", action="store_true", help="tiny, to see whether it runs")
     return parser
 
@@ -417,7 +466,8 @@ def main() -> None:
         options.batch, options.tokens = 1, 64
     print(f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, torch", end=" ")
     print(f"{torch.__version__}, gloo over a {options.link} link, one thread a rank")
-    print(f"{compute_of(options)}", flush=True)
+    print(f"{compute_of(options)}\n")
+    print(COLUMNS, end="", flush=True)
     for world in options.ranks:
         run_ranks(world, options)
 

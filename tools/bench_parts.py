@@ -1,4 +1,4 @@
-"""Shared parts of benchmarks on a GPU: weights drawn there, rows saved one by one, faults."""
+"""Functions that benchmarks on a GPU share: building a step, freeing memory, saving results."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ OUT_OF_MEMORY = "out of memory"
 
 
 def prepare(device: torch.device) -> None:
-    """Prepare a process that measures: log what `auto` chooses, and let memory segments grow."""
+    """Prepare this process: log the choices of `auto` keys, and let CUDA memory segments grow."""
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     if device.type == "cuda":
         expand_segments()
 
 
 def make_step(config: JobConfig, device: torch.device) -> TrainStep:
-    """Build the training step of one rank, with weights that the device draws."""
+    """Build the training step of a run of one rank, with random weights drawn on the device."""
     mesh = Mesh(config.topology(1), 0)
     step = make_train_step(
         trained_model(config),
@@ -57,10 +57,10 @@ def make_step(config: JobConfig, device: torch.device) -> TrainStep:
 
 
 def draw_weights(parameters: Iterable[ShardedParameter]) -> None:
-    """Fill `parameters` on their device: matrices at random, norms with 1, biases with 0.
+    """Fill `parameters` on their device: matrices with random numbers, norms with 1, biases with 0.
 
-    A run draws them on the host tile by tile, so that they are the same in every layout. That takes
-    15 s for 2e9 parameters, and a benchmark needs no particular values.
+    A training run draws weights on the host tile by tile, so that they are the same in every
+    layout. That takes 15 s for 2e9 parameters, and a benchmark needs no particular values.
     """
     with torch.no_grad():
         for item in parameters:
@@ -71,21 +71,24 @@ def draw_weights(parameters: Iterable[ShardedParameter]) -> None:
 
 
 def fault_of(error: Exception) -> str:
-    """Return what went wrong, in a line for the row of a contestant."""
+    """Return an error as one line of at most 200 characters, for a table."""
     if isinstance(error, torch.OutOfMemoryError):
         return OUT_OF_MEMORY
     return first_line(error)[:200]
 
 
 def free_memory() -> None:
-    """Give the memory of the last contestant back to the device."""
-    gc.collect()
+    """Release unused memory of this process to the device, and reset its peak."""
+    gc.collect()  # a step that failed is in reference cycles with its traceback
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
 
 
 def save(rows: list[dict[str, Any]], path: Path | None) -> None:
-    """Write the rows so far as JSON, if a path is given."""
+    """Write the rows measured so far as JSON to `path`, if there is one.
+
+    Called after each row, so that a benchmark that is stopped keeps its rows.
+    """
     if path is not None:
         write_whole(path, json.dumps(rows, indent=1))

@@ -1,18 +1,14 @@
-"""The bubble of each pipeline schedule against its theory, and the gathers it leaves exposed.
+"""Measure the bubble of each pipeline schedule, and the weight gathers that it leaves exposed.
 
     python tools/bench_pipeline.py            # two and four ranks; takes minutes
     python tools/bench_pipeline.py --quick    # tiny, to see whether it runs
 
-The real training step, whose linears sleep for `--ms` in place of each of their three products, so
-that ranks do not compete for cores and a forward costs as much as each half of a backward.
+Runs the training step. Each linear sleeps for `--ms` for each of its three products (output, input
+gradient, weight gradient), so that ranks do not compete for cores. Where weights stay on their
+rank, as in the first table, the product of the weight gradient does not sleep: it is added straight
+into the main gradient. Theory and simulation count the three products as equally long.
 
-    bubble      step time over the work of a rank, minus one; work is what its products sleep, as
-                measured in a run without a pipeline, by the share of the layers that a rank has
-    theory      1F1B (p-1)/m; over v chunks 1/v of it; with split backwards a third of that
-    simulated   `isp.core.pipeline.order.timeline` of the same order of work
-    exposed     isp over a modelled link: gathers of a step that a rank waited for longer than a
-                twentieth of their time, of all its gathers; and those of the first block, which
-                nothing can hide on the first stage
+The second table is in isp mode over a modelled link, with weights sharded over two ranks.
 """
 
 from __future__ import annotations
@@ -48,6 +44,20 @@ from isp.step.train_step import TrainStep
 from model.build import language_model
 from model.config import ModelConfig
 
+BUBBLE_COLUMNS = """\
+chunks      model chunks of a rank
+bubble      median of step / work of a rank - 1. The work is the time of the micro-batches without
+            a pipeline, divided by the ranks
+theory      1F1B: (p - 1) / m with p ranks and m micro-batches; over v chunks 1/v of it; with split
+            backwards a third of that
+simulated   bubble of the same order of actions, all equally long (`isp.core.pipeline.order`)
+"""
+GATHER_COLUMNS = """\
+gathers              all-gathers of weights in a step, on the rank of the stage with most exposed
+exposed              those that compute waited for longer than a twentieth of their time
+of the first block   those among them of the first block, which nothing can hide on the first stage
+exposed time         time for which compute waited for gathers, as a share of the gathers' time
+"""
 CPU = torch.device("cpu")
 TOKENS = 16
 SCHEDULES = (
@@ -60,7 +70,7 @@ SCHEDULES = (
 
 
 class Contestant:
-    """A training step on this rank, which can be timed."""
+    """A training step on this rank, whose linears sleep, and which can be timed."""
 
     def __init__(
         self, rank: int, world: int, parallel: ParallelConfig, o: argparse.Namespace, micro: int
@@ -77,7 +87,7 @@ class Contestant:
         traced = language_model(model, "float32")
         built = build_model(traced, parallel, self.mesh, seed=1, device=CPU, dtype=torch.float32)
         for layer in linears_of(built):
-            if layer.name != traced.trace.head:
+            if layer.name != traced.trace.head:  # only one stage has it: stages would be unequal
                 layer.communicator = Paced(layer.communicator, lambda _: o.ms / 1e3)
         gradients = MainGradients(built.parameters, self.mesh, rows_of=self.mesh[Axis.ZERO1])
         names = traced.trained_names
@@ -89,7 +99,7 @@ class Contestant:
         self.batches = [MicroBatch(tokens[:, :-1], tokens[:, 1:], positions, None)] * micro
 
     def timed(self) -> tuple[float, list[TimedTransfer]]:
-        """Seconds of a step on the slowest rank, and this rank's transfers of it."""
+        """Make a step; return its seconds on the slowest rank, and this rank's transfers."""
         world = self.mesh[Axis.WORLD]
         world.all_reduce(torch.zeros(1)).wait()
         self.mesh.log.collect()
@@ -101,16 +111,17 @@ class Contestant:
 
 
 def theory(schedule: PipelineSchedule, chunks: int, size: int, micro: int) -> float:
-    """The bubble where a forward and each half of a backward cost the same."""
+    """Return the bubble of a schedule if forward and each half of backward take the same time."""
     return (size - 1) / micro / chunks / (3 if schedule.splits_backward else 1)
 
 
 def bubbles(rank: int, world: int, o: argparse.Namespace) -> None:
-    """A table of all schedules."""
+    """Time all schedules on this rank; rank 0 prints the table of bubbles."""
     micro = o.micro * world
     alone = Contestant(0, 1, ParallelConfig(), o, 1)
     if rank == 0:
         print(f"\n### bubble: {world} ranks, {micro} micro-batches, {o.layers} layers\n")
+        print(BUBBLE_COLUMNS)
         print("| schedule | chunks | step, ms | bubble | theory | simulated |")
         print("|---|---|---|---|---|---|")
     for schedule, chunks in SCHEDULES:
@@ -130,21 +141,23 @@ def bubbles(rank: int, world: int, o: argparse.Namespace) -> None:
 
 
 class Exposure(NamedTuple):
-    """Gathers of a step on the rank with the most exposed ones."""
+    """The all-gathers of weights in a step on one rank."""
 
     exposed: int
+    """Gathers that compute waited for longer than a twentieth of their time."""
     count: int
+    """All gathers."""
     first: int
-    """Exposed ones of the first block that the rank works on."""
+    """Exposed gathers of the first block that the rank computes."""
     share: float
-    """Exposed time of gathers over their time."""
+    """Time for which compute waited for gathers / time of all gathers."""
 
 
 def exposure(transfers: list[TimedTransfer]) -> Exposure:
-    """What is exposed of the gathers among `transfers`."""
+    """Return which of the gathers among `transfers` were exposed."""
     gathers = [t for t in transfers if t.kind == "all_gather" and t.channel == Axis.WEIGHT]
     waited = [t for t in gathers if t.exposed > t.duration / 20]
-    first = {t.label for t in gathers[: 1 + 4]}
+    first = {t.label for t in gathers[: 1 + 4]}  # at most the embedding and a block's 4 linears
     seconds = sum(t.duration for t in gathers)
     return Exposure(
         len(waited),
@@ -155,11 +168,12 @@ def exposure(transfers: list[TimedTransfer]) -> Exposure:
 
 
 def exposed_gathers(rank: int, world: int, o: argparse.Namespace) -> None:
-    """A table of all schedules in isp mode, weights cut over two ranks."""
+    """Time all schedules in isp mode, weights sharded over two ranks; rank 0 prints the table."""
     size, micro = world // 2, o.micro * (world // 2)
     if rank == 0:
         print(f"\n### gathers: {size} stages x weight 2, {micro} micro-batches,", end=" ")
         print("transfers half of compute\n")
+        print(GATHER_COLUMNS)
         print(
             "| schedule | chunks | stage | gathers | exposed | of the first block | exposed time |"
         )
@@ -173,6 +187,7 @@ def exposed_gathers(rank: int, world: int, o: argparse.Namespace) -> None:
         found = Contestant(rank, world, parallel, o, micro)
         moved = [t for t in (found.timed(), found.timed())[1][1] if t.channel == Axis.WEIGHT]
         sent = sum(t.sent_bytes for t in moved)
+        # Sleeps of a rank in a step: 3 products of 4 linears in each of its layers.
         work = 3 * 4 * o.layers / size * micro * o.ms / 1e3
         found.link.bytes_per_second = sent / (0.5 * work)
         rounds = [exposure(found.timed()[1]) for _ in range(o.rounds)]
@@ -191,14 +206,16 @@ def exposed_gathers(rank: int, world: int, o: argparse.Namespace) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        description=__doc__,
+        epilog=f"columns of bubbles:\n{BUBBLE_COLUMNS}\ncolumns of gathers:\n{GATHER_COLUMNS}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--ms", type=float, default=4.0, help="of a product")
+    parser.add_argument("--ms", type=float, default=4.0, help="sleep of a linear for a product")
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--hidden", type=int, default=64)
     parser.add_argument("--micro", type=int, default=2, help="micro-batches for each stage")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--rounds", type=int, default=5, help="timed steps of each schedule")
+    parser.add_argument("--quick", action="store_true", help="tiny, to see whether it runs")
     o = parser.parse_args()
     if o.quick:
         o.ms, o.rounds = 1.0, 1

@@ -1,11 +1,9 @@
-"""What recording a step costs: the same steps with a recorder and without, in turn, in one run.
+"""Measure how much longer a training step takes while `isp profile` records it.
 
     PYTHONPATH=. python tools/bench_profile.py --ranks 2 4 --rounds 30
 
-A round is two steps of one model, one of them recorded as `isp profile` records the steps that it
-measures, in an order that alternates. The slowest rank's time counts. Shown is the median over the
-rounds of recorded over not recorded, in time and in the processor time of the slowest rank, which
-other programs on the machine do not blur.
+A round is two steps of one model, one of them with the recorder of `isp profile`, in alternating
+order.
 """
 
 from __future__ import annotations
@@ -32,16 +30,23 @@ from isp.step.train_step import TrainStep, make_train_step
 from isp.train.profiling.recording import recorder_for
 from model.config import ModelConfig
 
+COLUMNS = """\
+step ms          median time of a step without the recorder, on the slowest rank
+records          marks and transfers that the recorder kept for a step of rank 0
+time             median over rounds of the step's time, recorded / not recorded, on the slowest rank
+processor time   the same of processor time, which other programs disturb less
+"""
+
 
 class Cost(NamedTuple):
-    """Seconds of a step on the slowest rank."""
+    """Seconds of a step on the slowest rank: wall time and processor time."""
 
     wall: float
     processor: float
 
 
 def job(world: int, mode: Mode, options: argparse.Namespace) -> JobConfig:
-    """The quickstart's model, one sequence over all ranks."""
+    """Return a run of the quickstart's model, with one sequence over all ranks."""
     return JobConfig(
         model=ModelConfig(
             vocab_size=272,
@@ -59,7 +64,7 @@ def job(world: int, mode: Mode, options: argparse.Namespace) -> JobConfig:
 
 
 def measure(rank: int, world: int, options: argparse.Namespace) -> None:
-    """All modes on this rank; rank 0 prints a line for each."""
+    """Time all modes on this rank; rank 0 prints a line for each."""
     cpu = torch.device("cpu")
     for mode in Mode:
         config = job(world, mode, options)
@@ -89,7 +94,7 @@ def measure(rank: int, world: int, options: argparse.Namespace) -> None:
 
 
 def timed(step: TrainStep, batch: MicroBatch, recorder: Recorder | None) -> Cost:
-    """One step; entering and leaving the recorder lies outside of what is measured."""
+    """Make a step and return its cost, without that of entering and leaving the recorder."""
     if recorder is not None:
         recorder.__enter__()
         recorder.begin_step()
@@ -107,7 +112,7 @@ def timed(step: TrainStep, batch: MicroBatch, recorder: Recorder | None) -> Cost
 
 
 def report(world: int, mode: Mode, plain: list[Cost], recorded: list[Cost], marks: int) -> None:
-    """A line of the table."""
+    """Print a line of the table."""
     ratios = Cost(
         *(
             statistics.median(with_it[i] / without[i] for with_it, without in pairs)
@@ -125,11 +130,13 @@ def report(world: int, mode: Mode, plain: list[Cost], recorded: list[Cost], mark
 
 def main() -> None:
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        description=__doc__,
+        epilog=COLUMNS,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
-    parser.add_argument("--rounds", type=int, default=30)
-    parser.add_argument("--warmup", type=int, default=3)
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4], help="CPU ranks")
+    parser.add_argument("--rounds", type=int, default=30, help="timed pairs of steps")
+    parser.add_argument("--warmup", type=int, default=3, help="pairs of steps before these")
     parser.add_argument("--hidden", type=int, default=160)
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--tokens", type=int, default=2048, help="tokens of the sequence")
@@ -140,6 +147,7 @@ def main() -> None:
         options.hidden, options.layers, options.tokens = 32, 2, 64
     print(f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, torch", end=" ")
     print(f"{torch.__version__}, gloo, one thread a rank\n")
+    print(COLUMNS)
     print("ranks  mode   step ms  records    time  processor time   (recorded / not recorded)")
     for world in options.ranks:
         run_ranks(world, measure, world, options, timeout_seconds=3600.0)

@@ -1,13 +1,11 @@
-"""What kernels lose by a row's slices: all context ranks' attention, against one call of the row.
+"""Measure how much slower attention kernels are on the slices of context ranks than on a whole row.
 
     python tools/bench_slices.py --device cuda --tokens 32768    # tokens of a rank
     python tools/bench_slices.py --tokens 1024                   # on CPU
 
-One device takes the part of each context rank in turn, with the keys that this rank would have
-received, forward and backward. Nothing travels; what is laid out for the kernel is, beforehand.
-
-    slices / row    time of all ranks' calls together over that of one call of the whole row
-    busiest         that of the slowest rank over the mean, less 1: how even the kernels find it
+One device computes the attention of each context rank in turn, forward and backward, with the keys
+that the rank would have received. Nothing is communicated, and inputs are laid out for the kernel
+before the time begins.
 """
 
 from __future__ import annotations
@@ -28,9 +26,16 @@ from isp.core.attention.mask import AttentionMask
 from isp.core.mesh.sequence_split import SequenceSplit
 from isp.metrics import device_name
 
+COLUMNS = """\
+row            the documents in the row
+ms             median time of one call for the whole row, forward and backward
+slices / row   median of the time of all ranks' calls together / one call for the whole row
+busiest        median of the slowest rank's time / the mean of the ranks - 1
+"""
+
 
 class SliceBench:
-    """Attention of one row of documents, as a whole and rank by rank."""
+    """The attention of one row of documents, in one call and in a call for each context rank."""
 
     def __init__(self, options: argparse.Namespace, lengths: tuple[int, ...]) -> None:
         self.device = torch.device(options.device)
@@ -45,10 +50,12 @@ class SliceBench:
         plan = SequenceSplit.of(lengths, options.ranks)
         self.row = self._call(q, k, v, AttentionMask.of_documents(lengths))
         self.ranks = []
+        # `plan.order` lists the row's tokens rank by rank: each rank's queries are a piece of it.
         places = torch.from_numpy(plan.order).split([_tokens(held) for held in plan.slices])
         starts = [0, *torch.tensor(lengths).cumsum(0).tolist()]
         for rank, own in enumerate(places):
             route = gather_route(plan, rank, causal=True, window=None)
+            # A rank's queries see their documents from the first token to the end of the slice.
             seen = [
                 torch.arange(starts[document], starts[document] + end)
                 for document, _, end in plan.slices[rank]
@@ -57,7 +64,7 @@ class SliceBench:
             self.ranks.append(self._call(q[own.to(self.device)], k[keys], v[keys], route.mask))
 
     def _call(self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask) -> Callable[[], float]:
-        """Seconds of a forward and a backward."""
+        """Return a function that runs forward and backward, and returns the seconds they took."""
         leaves = [x.unsqueeze(0).detach().requires_grad_() for x in (q, k, v)]
         dout = torch.ones_like(leaves[0])
 
@@ -75,11 +82,11 @@ class SliceBench:
             torch.cuda.synchronize(self.device)
 
     def measure(self, rounds: int) -> tuple[float, float, float]:
-        """Seconds of the row; medians over rounds of `slices / row` and of `busiest`."""
+        """Return medians over rounds: seconds of the whole row, `slices / row`, and `busiest`."""
         found = []
         for number in range(rounds + 1):
             row, ranks = self.row(), [rank() for rank in self.ranks]
-            if number:  # the first one warms up
+            if number:  # the first round warms up
                 mean = sum(ranks) / len(ranks)
                 found.append((row, sum(ranks) / row, max(ranks) / mean - 1))
         row, ratio, busiest = map(statistics.median, zip(*found, strict=True))
@@ -91,18 +98,20 @@ def _tokens(held: tuple[tuple[int, int, int], ...]) -> int:
 
 
 def main() -> None:
-    """Measure, and print a table."""
+    """Print the table for one document and for packed documents."""
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        description=__doc__,
+        epilog=COLUMNS,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--dtype", help="bfloat16 on cuda, float32 on cpu")
-    parser.add_argument("--tokens", type=int, default=1024, help="of a rank")
+    parser.add_argument("--device", default="cpu", help="cpu or cuda")
+    parser.add_argument("--dtype", help="default: bfloat16 on cuda, float32 on cpu")
+    parser.add_argument("--tokens", type=int, default=1024, help="tokens of a rank")
     parser.add_argument("--ranks", type=int, default=4, help="context ranks")
-    parser.add_argument("--heads", type=int, default=8, help="of a rank")
-    parser.add_argument("--kv-heads", type=int, default=2)
+    parser.add_argument("--heads", type=int, default=8, help="heads of a rank")
+    parser.add_argument("--kv-heads", type=int, default=2, help="KV heads of a rank")
     parser.add_argument("--head-size", type=int, default=128)
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=5, help="timed calls of each")
     options = parser.parse_args()
     options.dtype = options.dtype or ("float32" if options.device == "cpu" else "bfloat16")
     tokens = options.tokens * options.ranks
@@ -111,7 +120,8 @@ def main() -> None:
         f"{device_name(torch.device(options.device))}, torch {torch.__version__},"
         f" {options.dtype}: {options.ranks} context ranks of {options.tokens:,} tokens"
     )
-    print("\n| row | ms | slices / row | busiest |\n|---|---:|---:|---:|")
+    print(f"\n{COLUMNS}")
+    print("| row | ms | slices / row | busiest |\n|---|---:|---:|---:|")
     for lengths in ((tokens,), packed):
         row, ratio, busiest = SliceBench(options, lengths).measure(options.rounds)
         name = "one document" if len(lengths) == 1 else f"{len(lengths)} documents"

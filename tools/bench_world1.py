@@ -1,11 +1,10 @@
-"""What our model and training step cost at world size 1, against the same in plain torch.nn.
+"""Compare a training step of ISP's decoder on one rank with the same model in plain torch.nn.
 
     python tools/bench_world1.py --rounds 15
 
-Both train on the same batch in turn, a step each, the first one rotating, so that both see the
-same disturbances. A step is forward, backward, clipping and AdamW, float32 on CPU. First the losses
-of a few steps have to agree. Shown are the medians of the ratios (ours / plain) of the same round,
-of wall time and of processor time, which other programs on the machine blur less.
+Both train on the same batch. They take turns, a step each, and another one begins each round. A
+step is forward, backward, clipping and AdamW, in float32 on CPU with one thread. Before anything
+is timed, the losses of three steps have to agree.
 """
 
 from __future__ import annotations
@@ -32,6 +31,12 @@ from isp.step.train_step import TrainStep
 from model.build import language_model
 from model.config import ModelConfig
 
+COLUMNS = """\
+loss differs by   the largest difference of the losses of three steps
+wall ms, plain    median time of a step in plain torch
+wall ratio        median over rounds of ISP's time / plain torch's
+processor ratio   the same of processor time, which other programs disturb less
+"""
 SIZES = {
     "quickstart": ModelConfig(
         vocab_size=272,
@@ -53,12 +58,13 @@ SIZES = {
 ADAMW = OptimizerConfig(lr=1e-3)
 MAX_NORM = 1.0
 TOLERANCE = 1e-5
-"""Of the losses; sums in another order, float32."""
+"""The largest difference of float32 losses: sums are in another order."""
 Step = Callable[[], float]
+"""Makes a training step and returns its loss."""
 
 
 class PlainBlock(nn.Module):
-    """The block that a reader of the Llama paper would write down."""
+    """A Llama block in plain torch modules, without optimizations."""
 
     def __init__(self, c: ModelConfig) -> None:
         super().__init__()
@@ -81,12 +87,13 @@ class PlainBlock(nn.Module):
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Apply rotary positions to the two halves of each head."""
     a, b = x.chunk(2, dim=-1)
     return x * cos + torch.cat((-b, a), dim=-1) * sin
 
 
 class Plain(nn.Module):
-    """The decoder in plain modules; q, k and v, and gate and up, are one linear each."""
+    """ISP's decoder in plain torch modules: q, k and v are one linear, and so are gate and up."""
 
     def __init__(self, c: ModelConfig) -> None:
         super().__init__()
@@ -106,7 +113,10 @@ class Plain(nn.Module):
 
 
 def steps_of(config: ModelConfig, batch: MicroBatch) -> tuple[Step, Step]:
-    """A training step of ours, as the trainer builds it, and of the plain model."""
+    """Build ISP's training step, as the trainer does, and that of the plain model.
+
+    Both start from the same weights.
+    """
     mesh = Mesh(Topology.create(1, ParallelConfig()), 0)
     device = torch.device("cpu")
     model = language_model(config, "float32")
@@ -116,6 +126,7 @@ def steps_of(config: ModelConfig, batch: MicroBatch) -> tuple[Step, Step]:
     own = dict(plain.named_parameters())
     assert sum(p.numel() for p in own.values()) == model.num_parameters
     with torch.no_grad():
+        # Copy ISP's weights into the plain model, whose fused linears have several of them.
         for item in parameters:
             name, first, _ = model.earlier_names[item.name]
             whole = own[name.replace("attention.w", "w").replace("feed_forward.", "")]
@@ -124,7 +135,7 @@ def steps_of(config: ModelConfig, batch: MicroBatch) -> tuple[Step, Step]:
     optimizer = Zero1Optimizer(gradients, mesh, ADAMW, max_norm=MAX_NORM)
     train_step = TrainStep(built, gradients, optimizer, mesh, micro_num=1)
     adamw = torch.optim.AdamW(
-        [
+        [  # as ISP, which decays matrices only
             {"params": [p for p in own.values() if p.dim() > 1]},
             {"params": [p for p in own.values() if p.dim() == 1], "weight_decay": 0.0},
         ],
@@ -148,20 +159,25 @@ def steps_of(config: ModelConfig, batch: MicroBatch) -> tuple[Step, Step]:
 
 
 def timed(step: Step) -> tuple[float, float]:
-    """Seconds of wall and of processor time."""
+    """Make a step; return its seconds of wall time and of processor time."""
     wall, cpu = time.perf_counter(), time.process_time()
     step()
     return time.perf_counter() - wall, time.process_time() - cpu
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--seq-len", type=int, default=2048)
+    parser = argparse.ArgumentParser(
+        description=__doc__,
+        epilog=COLUMNS,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--rounds", type=int, default=15, help="timed steps of each")
+    parser.add_argument("--seq-len", type=int, default=2048, help="tokens of the batch")
     parser.add_argument("--sizes", nargs="+", choices=SIZES, default=list(SIZES))
     parser.add_argument("--profile", action="store_true", help="show where both spend their time")
     options = parser.parse_args()
     torch.set_num_threads(1)
+    print(COLUMNS)
     print("| model | loss differs by | wall ms, plain | wall ratio | processor ratio |")
     print("|---|---|---|---|---|")
     for name in options.sizes:

@@ -1,8 +1,11 @@
-"""Compare isp's calls of kernels with the signatures in the sources of their packages.
+"""Compare ISP's calls of kernel packages with the function signatures in the packages' sources.
 
-python tools/check_kernels.py                  # the newest packages, by `pip download --pre`
-python tools/check_kernels.py --from FOLDER    # archives and folders NAME-VERSION in FOLDER
-... --write                                    # write the result to kernels.json as well
+    python tools/check_kernels.py                  # the newest packages, by `pip download --pre`
+    python tools/check_kernels.py --from FOLDER    # archives and folders NAME-VERSION in FOLDER
+    python tools/check_kernels.py --write          # write the result to kernels.json as well
+
+Prints a line for each call of ISP in each version of a package. The verdict is `match`, what does
+not fit, or `not in the sources`. Exits with 1 unless all match.
 
 Nothing is imported and no GPU is needed: calls and signatures are read by `ast`. For sdists, pip
 runs setup.py to read their metadata, which needs torch and builds nothing. FlashAttention-3 is read
@@ -37,15 +40,16 @@ _PACKAGES = {
     "mamba_ssm": ("mamba-ssm", ""),
     "causal_conv1d": ("causal-conv1d", ""),
 }
-"""The package of each module, and the folder in which its sources have it."""
+"""For each module: its package, and the folder of the package's sources that contains it."""
 
 _OUR_NAMES = {"u": "x", "delta": "dt", "chunk_size": "_CHUNK"}
-"""What isp calls a parameter that it passes by position, where the names differ."""
+"""Names of a kernel's parameters that have another name in ISP's code, with that name."""
 
 _NO_BUILD = dict.fromkeys(
     ("FLASH_ATTENTION_SKIP_CUDA_BUILD", "MAMBA_SKIP_CUDA_BUILD", "CAUSAL_CONV1D_SKIP_CUDA_BUILD"),
     "TRUE",
 )
+"""Environment variables without which a setup.py would look for a CUDA compiler."""
 
 
 class Call(NamedTuple):
@@ -55,10 +59,11 @@ class Call(NamedTuple):
     function: str
     where: str
     positional: tuple[str, ...]
-    """The variable that each argument is made of."""
+    """For each positional argument, the variable at the start of its expression."""
     keywords: tuple[str, ...]
+    """Names of the keyword arguments."""
     results: int | None
-    """How many values isp expects; None: the source does not show it."""
+    """How many returned values isp expects; None: unknown from the source."""
 
     def __str__(self) -> str:
         arguments = ", ".join((*self.positional, *(f"{name}=" for name in self.keywords)))
@@ -67,12 +72,12 @@ class Call(NamedTuple):
 
 
 class Signature(NamedTuple):
-    """What a function of a package takes and returns."""
+    """The parameters of a function in a package, and how many values it returns."""
 
     parameters: str
-    """As in its `def`, without annotations."""
+    """The parameters as in its `def`, without annotations."""
     results: list[int]
-    """The numbers of values that its return statements return."""
+    """The number of values in each of its return statements, without duplicates."""
 
 
 class Row(NamedTuple):
@@ -82,7 +87,7 @@ class Row(NamedTuple):
     version: str
     function: str
     signature: Signature | None
-    """None: the sources lack it."""
+    """None if the sources do not have the function."""
     calls: dict[str, str]
     """The verdict on each call: `match`, or what does not fit."""
 
@@ -90,8 +95,9 @@ class Row(NamedTuple):
 def calls_of(folder: Path) -> list[Call]:
     """Return the calls of kernels in the source of `folder`.
 
-    A kernel is what `found = load(MODULE, FUNCTION, ..)` or `self.found = ..` was assigned, however
-    `load` is named. Raises ValueError if a module of a package is named, and no call of it is seen.
+    A kernel is a variable that is assigned the result of a call with a module and a function name,
+    as in `found = load(MODULE, FUNCTION, ..)` or `self.found = load(..)`; `load` may have any name.
+    Raises ValueError if the source names a module of a package, and no call of it is found.
     """
     texts = {path: path.read_text() for path in sorted(folder.rglob("*.py"))}
     mentions = re.compile(rf"\b({'|'.join(_PACKAGES)})(_|\b)")  # parsing all takes 10 times as long
@@ -116,7 +122,7 @@ def calls_of(folder: Path) -> list[Call]:
 
 
 class _Scope:
-    """A function of isp, and what its variables may be."""
+    """A function of isp, with the expressions that its variables may have as values."""
 
     def __init__(
         self,
@@ -127,10 +133,10 @@ class _Scope:
         self.node = node
         self.owner = owner
         self._arguments = arguments
-        """What each class is called with, anywhere in isp."""
+        """For each name that is called anywhere in isp, the positional arguments of each call."""
 
     def assignments(self) -> Iterator[tuple[ast.expr, ast.expr]]:
-        """Yield each target with its value."""
+        """Yield target and value of each assignment in the function."""
         for node in ast.walk(self.node):
             if isinstance(node, ast.Assign):
                 yield from ((target, node.value) for target in node.targets)
@@ -138,7 +144,7 @@ class _Scope:
                 yield node.target, node.value
 
     def values(self, name: str) -> list[ast.expr]:
-        """Return what is assigned to a variable, or passed to `__init__` as a parameter."""
+        """Return the expressions assigned to a variable or passed for a parameter of `__init__`."""
         found = [value for target, value in self.assignments() if ast.unparse(target) == name]
         names = [x.arg for x in self.node.args.args]
         if self.owner is not None and name in names:
@@ -154,7 +160,10 @@ class _Scope:
         return [text for text in found if isinstance(text, str)]
 
     def positional(self, call: ast.Call) -> list[list[ast.expr]]:
-        """Return the lists that its positional arguments may be; none: it cannot be seen."""
+        """Return each possible list of a call's positional arguments; empty if unknown.
+
+        There are several lists if `*x` is passed and x may be one of several tuples.
+        """
         lists: list[list[ast.expr]] = [[]]
         for arg in call.args:
             ways = [[arg]]
@@ -180,7 +189,10 @@ class _Scope:
             for key, value in zip(node.keys, node.values, strict=True):
                 found += self.keywords(value) if key is None else self.strings(key)
         if not found:
-            raise ValueError(f"{self.node.name}: the keys of `{ast.unparse(node)}` are not seen")
+            raise ValueError(
+                f"{self.node.name}: cannot find the keys of `{ast.unparse(node)}`: pass a dict that"
+                " is written in this function"
+            )
         return found
 
 
@@ -198,7 +210,9 @@ def _calls_of_loaded(scope: _Scope, where: str) -> Iterator[Call]:
         ]
         found = [*_calls_by(scope, ast.unparse(target), where)] if loaded else []
         if loaded and not found:
-            raise ValueError(f"{where}: no call of {ast.unparse(target)}, {loaded}, was found")
+            raise ValueError(
+                f"{where}: loads {ast.unparse(target)} ({loaded}), but no call of it was found"
+            )
         yield from (Call(*kernel, *call) for kernel in loaded for call in found)
 
 
@@ -214,9 +228,7 @@ def _calls_by(scope: _Scope, name: str, where: str) -> Iterator[tuple[Any, ...]]
                 if not (isinstance(call, ast.Call) and ast.unparse(call.func) == name):
                     continue
                 if not (lists := inside.positional(call)):
-                    raise ValueError(
-                        f"{where}: the arguments of `{ast.unparse(call)}` are not seen"
-                    )
+                    raise ValueError(f"{where}: cannot find the arguments of `{ast.unparse(call)}`")
                 keywords: list[str] = []
                 for keyword in call.keywords:
                     given = keyword.arg
@@ -233,15 +245,15 @@ def _variable(node: ast.expr) -> str:
 
 
 def _unpacked(parent: ast.AST) -> int | None:
-    """Return how many values are expected by what surrounds a call; None: it cannot be seen."""
+    """Return how many values the code around a call expects; None: unknown from the source."""
     if isinstance(parent, ast.Assign) and isinstance(parent.targets[0], ast.Tuple):
         return len(parent.targets[0].elts)
-    # kernel(..)[0] is the first sequence of the batch: a kernel's tuple is unpacked by name
+    # One value in kernel(..)[0]: that is the first sequence of a batch. ISP unpacks tuples by name.
     return 1 if isinstance(parent, ast.AnnAssign | ast.Subscript | ast.Attribute) else None
 
 
 def _modules_named(tree: ast.Module) -> Iterator[str]:
-    """Yield the modules of packages that are imported, or named by a string."""
+    """Yield the modules of kernel packages that a file imports, or names in a string."""
     for node in ast.walk(tree):
         names: list[Any] = []
         if isinstance(node, ast.Constant):
@@ -330,7 +342,10 @@ def _defined(node: ast.AST, name: str) -> ast.FunctionDef | ast.ClassDef | None:
 
 
 def _results_of(function: ast.FunctionDef, tree: ast.Module) -> set[int]:
-    """Return the numbers of values that a function returns, also by another of its module."""
+    """Return the possible numbers of values that a function returns.
+
+    Follows calls of other functions of its module, and of `apply` of an autograd function.
+    """
 
     def results(node: ast.expr | None) -> set[int]:
         match node:
@@ -410,12 +425,16 @@ def rows_of(calls: list[Call], sources: list[tuple[str, str, Path]]) -> Iterator
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--from", dest="folder", type=Path, help="instead of downloading")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--from", dest="folder", type=Path, help="read packages here instead of downloading them"
+    )
     parser.add_argument("--write", action="store_true", help=f"write {RESULT.name}, too")
     args = parser.parse_args()
     if args.folder and not args.folder.is_dir():
-        parser.error(f"--from {args.folder} is not a folder")
+        parser.error(f"--from {args.folder} is not a folder: name one with packages NAME-VERSION")
     with tempfile.TemporaryDirectory() as temporary:
         downloads, into = Path(temporary, "downloads"), Path(temporary, "unpacked")
         downloads.mkdir()

@@ -1,12 +1,14 @@
-"""Whether conversations have the masks of TRL's training templates, and the digests of templates.
+"""Compare the loss masks of conversations with those of TRL's training templates.
 
     pip install --no-deps --target /tmp/trl trl==1.16.0
     python tools/check_masks_with_trl.py /tmp/trl [--digests]
 
-TRL has, beside chat templates of models, variants whose generation blocks mark what is trained.
-Seven conversations are tokenised by the former, with our masks, and by the latter, by a byte-level
-tokenizer with the special tokens of the template. `--digests` prints what `isp/data/chat.py`
-knows a template by.
+For a model's chat template, TRL has a variant whose generation blocks mark the trained tokens.
+Seven conversations are rendered by the model's template, with ISP's masks, and by TRL's variant,
+and tokenized by a byte-level tokenizer with the special tokens of the template. Prints, for each
+template that differs anywhere and for all together, the number of conversations with the same mask,
+with another mask, with another text, and refused by one side. `--digests` also prints the digest by
+which `isp/data/chat.py` recognizes each template.
 """
 
 from __future__ import annotations
@@ -38,7 +40,7 @@ CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 1, "b
 
 
 def turns(*contents: str, **last: Any) -> list[dict[str, Any]]:
-    """The user's and the assistant's in turn; the last one has more keys."""
+    """Return messages of user and assistant in turn; `last` are further keys of the last one."""
     roles = ("user", "assistant")
     talk = [{"role": roles[i % 2], "content": text} for i, text in enumerate(contents)]
     return [*talk[:-1], {**talk[-1], **last}]
@@ -61,7 +63,7 @@ CONVERSATIONS = {
 
 
 def write_tokenizer(folder: Path, template: str) -> None:
-    """A byte-level tokenizer with the template and its special tokens."""
+    """Write a byte-level tokenizer with `template` and its special tokens into `folder`."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -76,6 +78,7 @@ def write_tokenizer(folder: Path, template: str) -> None:
 
 
 def compare(own: Path, marked: Path, folder: Path) -> Counter[str]:
+    """Compare all conversations in the templates `own` and `marked`; count the outcomes."""
     write_tokenizer(folder, own.read_text())
     tokenizer = load_tokenizer(str(folder))
     ours, theirs = ChatTemplate(tokenizer), ChatTemplate(tokenizer, str(marked))
@@ -92,15 +95,18 @@ def compare(own: Path, marked: Path, folder: Path) -> Counter[str]:
         else:
             expected, example = results
             same = example.tokens.tolist() == expected.tokens.tolist()
-            alike = example.labels.tolist() == expected.labels.tolist()
-            found["same mask" if same and alike else "other mask" if same else "other text"] += 1
+            same_labels = example.labels.tolist() == expected.labels.tolist()
+            outcome = "same mask" if same_labels else "other mask"
+            found[outcome if same else "other text"] += 1
     return found
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("trl", type=Path, help="where pip has put trl")
-    parser.add_argument("--digests", action="store_true")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("trl", type=Path, help="folder into which pip installed trl")
+    parser.add_argument("--digests", action="store_true", help="print the digest of each template")
     options = parser.parse_args()
     total: Counter[str] = Counter()
     for marked in sorted((options.trl / "trl/chat_templates").glob("*_training.jinja")):

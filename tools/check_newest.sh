@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Tries ISP with the newest transformers, peft, datasets and accelerate that install; torch stays.
+# Checks ISP with the newest installable transformers, peft, datasets and accelerate; torch stays.
 #
 #   bash tools/check_newest.sh [transformers==VERSION]
 #

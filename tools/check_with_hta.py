@@ -1,17 +1,17 @@
-"""Whether HolisticTraceAnalysis finds the same share of communication hidden as a profile says.
+"""Check that HolisticTraceAnalysis (HTA) finds the overlap of communication that a profile has.
 
     pip install --no-deps HolisticTraceAnalysis
     pip install "pandas<3" networkx plotly pydot psutil pyyaml
     python tools/check_with_hta.py outputs/quickstart/profile/TIME
 
-HTA reads traces of GPUs: it calls communication what a stream runs under a name of NCCL's, and
-computation what the streams run besides. A trace of CPU ranks has no streams. So the step of each
-rank is written as one that has: what was under way on a channel becomes a kernel of NCCL's on the
-channel's stream, and what lies between two waits a kernel on a stream of its own. HTA knows nothing
-of our totals: it merges, intersects and divides by itself.
+HTA reads traces of GPUs: it takes kernels with an NCCL name as communication, and all others as
+computation. A trace of CPU ranks has no streams. So the step of each rank is written as if it had:
+each transfer becomes an NCCL kernel on a stream of its channel, and each time between two waits a
+kernel on a compute stream. HTA does not see the profile's totals: it computes overlap itself.
 
-Prints its overlap and ours in percent, rank by rank; exits with 1 if they are more than 2 points
-apart anywhere. Needs nothing of the project, so it runs where HTA is installed.
+Prints the share of communication that overlaps computation, in percent, for each mode and rank, by
+HTA and by the profile ("ours"). Exits with 1 if they differ by more than 2 points on any rank.
+Imports nothing of ISP, so it runs in the environment of HTA.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ _FIRST_CHANNEL_STREAM = 20
 
 
 def main() -> int:
-    """Compare every mode and rank of the profile in the folder that is named."""
-    logging.disable()  # HTA tells what it does
+    """Compare every mode and rank of the profile in the folder that the command line names."""
+    logging.disable()  # of HTA, which logs each of its steps
     warnings.simplefilter("ignore")
     profile = json.loads((Path(sys.argv[1]) / "profile.json").read_text())
     worst = 0.0
@@ -50,7 +50,7 @@ def main() -> int:
 
 
 def overlap_by_hta(timelines: list[dict[str, Any]]) -> list[float]:
-    """Percent of communication that overlaps computation, by HTA, for each rank."""
+    """Return, by HTA, the percentage of communication that overlaps computation on each rank."""
     from hta.trace_analysis import TraceAnalysis
 
     with tempfile.TemporaryDirectory() as folder:
@@ -71,8 +71,9 @@ def overlap_by_hta(timelines: list[dict[str, Any]]) -> list[float]:
 
 
 def as_gpu_trace(timeline: dict[str, Any]) -> list[dict[str, Any]]:
-    """A step as a GPU would have shown it; begins early enough for what was launched before it."""
+    """Return the trace events of a step as if a GPU had run it."""
     collectives = timeline["collectives"]
+    # Trace times are not negative: begin with the first transfer, launched before the step.
     zero = min([timeline["begin_ms"], *(c["launch_ms"] for c in collectives)])
     streams = {name: i for i, name in enumerate(sorted({c["channel"] for c in collectives}))}
     kernels = [
@@ -85,6 +86,7 @@ def as_gpu_trace(timeline: dict[str, Any]) -> list[dict[str, Any]]:
         for c in collectives
     ]
     end, reached = max([timeline["end_ms"], *(c["end_ms"] for c in collectives)]), zero
+    # Compute runs from the end of one blocked wait to the beginning of the next wait.
     for c in sorted(collectives, key=lambda c: c["wait_ms"]):
         if c["wait_ms"] > reached:
             kernels.append(("compute", _COMPUTE_STREAM, reached, c["wait_ms"]))

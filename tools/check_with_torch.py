@@ -1,12 +1,12 @@
-"""Whether torch.profiler's kernels show as much exposed communication as a profile says, on GPUs.
+"""Check that the exposed communication of a profile on GPUs is that of torch.profiler's kernels.
 
     isp profile CONFIG --nproc 8
     python tools/check_with_torch.py outputs/NAME/profile
 
-Reads the trace of the newest profile below the folder: in it are both, of the same step. By torch a
-step is exposed while a kernel of NCCL's runs and no other one does; by us, while compute waits.
-Prints both in percent of the step, rank by rank; exits with 1 if they are more than 2 points apart
-anywhere. Needs nothing of the project.
+Reads the trace of the newest profile below the folder, which has torch's kernels and ISP's waits of
+the same step. Communication is exposed, by torch, while an NCCL kernel runs and no other kernel;
+by ISP ("ours"), while compute waits for a transfer. Prints both in percent of the step for each
+rank. Exits with 1 if they differ by more than 2 points on any rank. Imports nothing of ISP.
 """
 
 from __future__ import annotations
@@ -21,13 +21,14 @@ from typing import Any
 TOLERANCE = 2.0
 """Percentage points."""
 _TORCH = 1_000_000
-"""The first process number of torch.profiler's events; each rank has a thousand."""
+"""The first process number of torch.profiler's events in the trace; each rank has a thousand."""
 _COMPUTE_LANE, _WAITS_LANE = 1, 2
 Span = tuple[float, float]
+"""Begin and end of a time."""
 
 
 def merged(spans: Iterable[Span]) -> list[Span]:
-    """The same time in spans that lie apart, in order."""
+    """Join overlapping spans; return them in order."""
     found: list[Span] = []
     for begin, end in sorted(spans):
         if found and begin <= found[-1][1]:
@@ -38,12 +39,12 @@ def merged(spans: Iterable[Span]) -> list[Span]:
 
 
 def length(spans: Iterable[Span]) -> float:
-    """The time that spans cover together."""
+    """Return the time that `spans` cover; overlaps count once."""
     return sum(end - begin for begin, end in merged(spans))
 
 
 def shares(events: list[dict[str, Any]]) -> Iterator[tuple[int, float, float]]:
-    """Of each rank with kernels: its number, percent of the step exposed by torch, and by us."""
+    """Yield for each rank with kernels: number, percent of the step exposed by torch, by ISP."""
     slices = [e for e in events if e.get("ph") == "X"]
     for rank in sorted({e["pid"] for e in slices if e["pid"] < _TORCH}):
         own = [e for e in slices if e["pid"] == rank]
@@ -74,15 +75,15 @@ def _is_nccl(name: str) -> bool:
 
 
 def main() -> int:
-    """Compare every rank of the newest profile below the folder that is named."""
+    """Compare every rank of the newest profile below the folder that the command line names."""
     files = sorted(Path(sys.argv[1]).rglob("trace.json.gz"), key=lambda path: path.stat().st_mtime)
     if not files:
-        print(f"no trace.json.gz below {sys.argv[1]}: `isp profile` makes one")
+        print(f"error: no trace.json.gz below {sys.argv[1]}: run `isp profile`, which writes it")
         return 1
     with gzip.open(files[-1], "rt") as file:
         found = list(shares(json.load(file)["traceEvents"]))
     if not found:
-        print(f"{files[-1]} has no kernels of a GPU: there is nothing to compare")
+        print(f"error: {files[-1]} has no GPU kernels to compare with: profile a run on GPUs")
         return 1
     print("process    torch     ours")
     for rank, theirs, ours in found:

@@ -5,8 +5,8 @@
 
 Repeats tests/test_tensor_parallel_mixin.py and tests/test_fsdp_mixin.py of transformers with its
 `DistributedConfig` and with ISP. Prints a markdown table of each. A cell has the largest
-differences from the plain model: in float32 those of outputs (logits and loss, or losses and
-gradient norms) and of gradients (or weights); in float64 the latter, as a part of the largest
+differences from the plain model: of outputs (logits and loss, or losses and gradient norms) in
+float32, of gradients (or weights) in float32, and of these in float64, divided by the largest
 element of each. Exits with 1 if a run of ISP fails or is not within 1e-5.
 """
 
@@ -44,7 +44,8 @@ from model.config import ModelConfig
 RANKS, BATCH, LENGTH, SEED = 2, 2, 64, 42
 STEPS, RATE = 20, 3e-4
 TOLERANCES = 1e-5, 5e-3
-"""Absolute and relative, as in `allclose`: of both mixins, and of earlier tensor-parallel ones."""
+"""Absolute and relative tolerances of `allclose`: of both mixins, and of older versions of the
+tensor-parallel one."""
 
 TESTER = {
     "vocab_size": 100, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2,
@@ -95,26 +96,28 @@ MODELS: dict[str, dict[str, Any]] = {
 
 
 class Case(NamedTuple):
-    """A saved model, and how to run it on the ranks."""
+    """A saved model, and how to run it: plain, by transformers (`theirs`) or by ISP (`ours`)."""
 
     folder: str
+    """Folder of the saved model."""
     dtype: torch.dtype
     work: str = ""
-    """An empty folder that the ranks share."""
+    """An empty folder that all ranks may write."""
     theirs: dict[str, Any] | None = None
-    """The keys of its DistributedConfig, which reads the world size of the ranks."""
+    """Keys of transformers' DistributedConfig."""
     ours: ParallelConfig | None = None
+    """The layout of ISP."""
 
 
 class Found(NamedTuple):
-    """Results that are compared."""
+    """The results of a run that are compared with the plain model's."""
 
     outputs: dict[str, Tensor]
     """Logits and loss; or losses and gradient norms."""
     tensors: dict[str, Tensor]
     """Gradients, or weights after the steps, by name: whole, or this rank's shards."""
     lost: bool = False
-    """Whether weights that were saved and loaded are others, in any bit."""
+    """Whether any bit of the weights changed when they were saved and loaded."""
     shard: dict[str, Callable[[Tensor], Tensor]] = {}  # noqa: RUF012
     """Functions from a whole tensor to this rank's shard, by name; empty if tensors are whole."""
 
@@ -123,16 +126,18 @@ Measure = Callable[[Case], Found]
 
 
 class Differences(NamedTuple):
-    """The largest differences from the plain model."""
+    """The largest differences of a run from the plain model."""
 
     outputs: float
+    """Largest absolute difference of an output."""
     tensors: float
+    """Largest absolute difference of an element of a gradient or weight."""
     relative: float
-    """Of tensors, as a part of the largest element of each."""
+    """Largest difference of a tensor's element / the largest element of that tensor."""
     within: float
     """The smallest of `TOLERANCES` that all results are within, or infinity."""
     lost: bool
-    """Whether weights that were saved and loaded are others."""
+    """Whether any bit of the weights changed when they were saved and loaded."""
 
 
 def make_config(name: str, *more: dict[str, Any]) -> Any:
@@ -238,7 +243,7 @@ def export(model: Any, folder: str) -> None:
 
 
 def same_when_saved(model: Any, case: Case) -> bool:
-    """Return whether the weights that are exported are those of the case's folder."""
+    """Return whether the exported weights equal those of the case's folder in every bit."""
     export(model, f"{case.work}/start")
     before, after = (load(Case(x, case.dtype)) for x in (case.folder, f"{case.work}/start"))
     pairs = zip(before.named_parameters(), after.named_parameters(), strict=True)
@@ -246,7 +251,7 @@ def same_when_saved(model: Any, case: Case) -> bool:
 
 
 def resumed(model: Any, optimizer: Any, case: Case) -> tuple[Any, Any]:
-    """Return a new model and optimizer that continue from a checkpoint of these."""
+    """Save model and optimizer, and return new ones that are loaded from that checkpoint."""
     folder, states = f"{case.work}/half", f"{case.work}/optimizer"
     if case.ours is not None:
         model.save(folder)
@@ -271,7 +276,7 @@ def differences(found: Found, plain: Found) -> Differences:
     """Compare a rank's results with the plain model's."""
     pairs = [(found.outputs[name], expected) for name, expected in plain.outputs.items()]
     outputs, relative = max(_apart(*pair) for pair in pairs), 0.0
-    # What is 0 in exact arithmetic is the noise of larger ones.
+    # A tensor that is 0 in exact arithmetic is only noise: do not divide by its own size.
     least = 1e-6 * max(x.abs().max().item() for x in plain.tensors.values())
     for name, value in found.tensors.items():
         expected = plain.tensors.get(name)
@@ -280,7 +285,7 @@ def differences(found: Found, plain: Found) -> Differences:
             continue
         pairs.append((value, found.shard[name](expected) if found.shard else expected))
         relative = max(relative, _apart(*pairs[-1]) / max(expected.abs().max().item(), least))
-    if plain.tensors.keys() - found.tensors.keys():
+    if plain.tensors.keys() - found.tensors.keys():  # a missing tensor differs by infinity
         pairs.append((torch.ones(1), torch.full((1,), math.inf)))
     tensors = max(_apart(*pair) for pair in pairs[len(plain.outputs) :])
     within = (t for t in TOLERANCES if all(_close(*pair, t) for pair in pairs))
@@ -305,7 +310,7 @@ def layout(mode: Mode = Mode.ISP, tensor: int = 1, weight: int = 1, expert: int 
 
 
 def contestants(which: str, config: Any) -> dict[str, dict[str, Any]]:
-    """Return the ways to run a model, by name, as fields of `Case`."""
+    """Return the ways to run a model on the ranks, by column of the table, as fields of `Case`."""
     if which == "fsdp":
         return {
             "transformers fsdp": {"theirs": {"fsdp_size": RANKS}},
@@ -316,7 +321,8 @@ def contestants(which: str, config: Any) -> dict[str, dict[str, Any]]:
     ways: dict[str, dict[str, Any]] = {"transformers tp": {"theirs": {"tp_size": RANKS}}}
     ways |= {f"isp {mode}": {"ours": layout(mode, RANKS)} for mode in modes}
     if getattr(config, "base_model_ep_plan", None) is not None:
-        # Not the mixin's enable_expert_parallel: 5.24 refuses it for want of a plan for the rest.
+        # Not by the mixin's enable_expert_parallel: transformers 5.24 refuses it, as it finds no
+        # plan for the other weights.
         ways["transformers ep"] = {"theirs": {"tp_size": RANKS, "ep_size": RANKS}}
         ways["isp mtp, expert 2"] = {"ours": layout(Mode.MTP, RANKS, expert=RANKS)}
     return ways
@@ -325,7 +331,7 @@ def contestants(which: str, config: Any) -> dict[str, dict[str, Any]]:
 def row_of(
     which: str, name: str, wanted: Collection[str] | None = None
 ) -> dict[str, list[Differences | str]]:
-    """Return differences or an error, in float32 and float64, of all contestants or `wanted`."""
+    """Return differences or an error, in float32 and float64, of all columns or those `wanted`."""
     measure = train if which == "fsdp" else logits_and_gradients
     config = make_config(name, *([FSDP_TESTER] if which == "fsdp" else []))
     row: dict[str, list[Differences | str]] = {}
@@ -352,7 +358,7 @@ def _on_ranks(measure: Measure, case: Case, plain: Found) -> Differences | str:
 
 
 def cell(single: Differences | str, double: Differences | str) -> str:
-    """Return the numbers of a run in words."""
+    """Return the cell of a table for a run: differences, or "failed"."""
     if isinstance(single, str):
         return "failed"
     relative = "failed" if isinstance(double, str) else f"{double.relative:.0e}"
@@ -362,9 +368,13 @@ def cell(single: Differences | str, double: Differences | str) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("names", nargs="*", metavar="NAME", help=" ".join(MODELS))
-    parser.add_argument("--only", choices=["tp", "fsdp"])
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "names", nargs="*", metavar="NAME", help=f"models to compare: {' '.join(MODELS)}"
+    )
+    parser.add_argument("--only", choices=["tp", "fsdp"], help="print only this table")
     asked = parser.parse_args()
     torch.set_num_threads(1)
     transformers.logging.set_verbosity_error()
@@ -372,6 +382,10 @@ def main() -> int:
     bad, reasons = False, []
     for which in [asked.only] if asked.only else ["tp", "fsdp"]:
         columns = [*contestants(which, AutoConfig.for_model("mixtral"))]
+        kinds = "weights" if which == "fsdp" else "gradients"
+        print(
+            f"\nlargest differences: outputs, {kinds} (both float32), {kinds} (float64, relative)"
+        )
         print(f"\n| model | {' | '.join(columns)} |", "|---" * (1 + len(columns)) + "|", sep="\n")
         for name in asked.names or MODELS:
             row = row_of(which, name)

@@ -1,9 +1,10 @@
-"""TRL's DPOTrainer loss beside the same loss of `run.log_probs`, on one padded batch.
+"""Compare the loss of TRL's DPOTrainer with the same loss computed from `run.log_probs`.
 
     torchrun --nproc-per-node 4 tools/check_with_trl.py  # trl 1.16, in an environment of its own
 
-TRL computes with plain copies of the model and of the reference, in float32 on every rank. Then its
-trainers are tried by `TrainerMixin`.
+Both compute the sigmoid and the ipo loss of one padded batch in float32; TRL with plain copies of
+the model and of the reference on every rank. Then prints what happens when TRL's trainers are
+combined with `TrainerMixin`: they are refused.
 """
 
 import copy
@@ -34,7 +35,7 @@ def model(seed: int) -> LlamaForCausalLM:
 
 
 def batch() -> dict[str, torch.Tensor]:
-    """Chosen rows, then rejected ones, [2 PAIRS, LENGTH], as TRL's collator gives them."""
+    """Return chosen rows, then rejected rows, each [2 PAIRS, LENGTH], as TRL's collator does."""
     ids = torch.randint(3, 64, (2 * PAIRS, LENGTH), generator=torch.Generator().manual_seed(7))
     places = torch.arange(LENGTH)
     seen = places < torch.tensor([20, 13, 17, 9, 20, 15])[:, None]
@@ -43,6 +44,7 @@ def batch() -> dict[str, torch.Tensor]:
 
 
 def of_trl(kind: str, folder: str, tokenizer: PreTrainedTokenizerFast) -> float:
+    """Return the DPO loss of type `kind` by TRL."""
     args = DPOConfig(
         output_dir=folder, loss_type=[kind], beta=BETA, use_cpu=True, report_to="none", bf16=False,
         gradient_checkpointing=False,
@@ -57,6 +59,7 @@ def of_trl(kind: str, folder: str, tokenizer: PreTrainedTokenizerFast) -> float:
 
 
 def of_run(kind: str, policy: ParallelRun, reference: ParallelRun) -> float:
+    """Return the DPO loss of type `kind` from the log-probabilities of ISP's runs."""
     given = batch()
     answers = given["completion_mask"].bool()
     labels = given["input_ids"].masked_fill(~answers, -100)
@@ -73,7 +76,7 @@ def of_run(kind: str, policy: ParallelRun, reference: ParallelRun) -> float:
 
 
 def tried(kind: str, config: str, folder: str, tokenizer: PreTrainedTokenizerFast) -> str:
-    """What TRL's trainer does by `TrainerMixin`."""
+    """Train by TRL's trainer combined with `TrainerMixin`; return "trains", or why it refused."""
     whole, settings = (SFTTrainer, SFTConfig) if kind == "sft" else (DPOTrainer, DPOConfig)
     args = settings(
         output_dir=folder, max_steps=2, use_cpu=True, report_to="none", bf16=False,
@@ -106,11 +109,11 @@ def main() -> None:
             apart = abs(of_run(kind, policy, reference) - loss) / abs(loss)
             assert apart < TOLERANCE, (kind, apart)
             if os.environ["RANK"] == "0":
-                print(f"{kind}: {loss:.7f}, apart by {apart:.1e} of it")
+                print(f"{kind}: loss {loss:.7f}, relative difference {apart:.1e}")
         for kind in ("sft", "dpo"):
             said = tried(kind, config, folder, tokenizer)
             if os.environ["RANK"] == "0":
-                print(f"TRL's trainer, {kind}, by TrainerMixin: {said}")
+                print(f"TRL's {kind} trainer with TrainerMixin: {said}")
 
 
 if __name__ == "__main__":

@@ -1,10 +1,11 @@
-"""Whether verl's engine `isp` trains as plain transformers does, on 4 gloo ranks.
+"""Check that verl's engine `isp` trains as plain transformers does, on 4 gloo ranks.
 
-    pip install verl peft  # in an environment of its own, beside torch and ISP
+    pip install verl peft  # in an environment of its own, with torch and ISP
     torchrun --nproc-per-node 4 tools/check_with_verl.py
 
-Steps of verl's own `train_batch` with its SFT loss, over isp with 2 ranks a sequence and 2 data
-ranks, beside AdamW on one process; then `infer_batch`, weights out, and a checkpoint back.
+Makes steps by verl's `train_batch` with its SFT loss, with 2 ranks a sequence and 2 data ranks, and
+the same steps by AdamW on the plain model. Compares gradient norms and weights, then the results of
+`infer_batch`, and the weights after loading a checkpoint of the first step.
 """
 
 from __future__ import annotations
@@ -34,14 +35,14 @@ TOLERANCE = 1e-9
 
 
 def batches(step: int) -> list[list[torch.Tensor]]:
-    """The documents of each of two data ranks."""
+    """Return the documents of a step for each of two data ranks."""
     generator = torch.Generator().manual_seed(step)
     lengths = torch.randint(5, 12, (2, 4), generator=generator).tolist()
     return [[torch.randint(64, (n,), generator=generator) for n in of_rank] for of_rank in lengths]
 
 
 def tensors(documents: list[torch.Tensor]) -> TensorDict:
-    """As verl sends them, two documents a micro-batch; the first three tokens are the prompt."""
+    """Return a batch as verl sends it: two documents in a micro-batch, with prompts of 3 tokens."""
     jagged = partial(torch.nested.as_nested_tensor, layout=torch.jagged)
     masks = [(torch.arange(len(d)) >= 3).long() for d in documents]
     data = TensorDict(
@@ -57,7 +58,7 @@ def tensors(documents: list[torch.Tensor]) -> TensorDict:
 
 
 def plain_loss(model: Any, documents: list[torch.Tensor]) -> torch.Tensor:
-    """The sum of the losses behind the prompts."""
+    """Return the sum of the losses of all tokens after the prompts."""
     losses = []
     for tokens in documents:
         logits = model(tokens[None]).logits[0, 2:-1]
@@ -66,6 +67,7 @@ def plain_loss(model: Any, documents: list[torch.Tensor]) -> torch.Tensor:
 
 
 def plain(model: Any, steps: range, optimizer: torch.optim.Optimizer) -> list[float]:
+    """Train the plain model for `steps`, on the documents of both data ranks; return the norms."""
     norms = []
     for step in steps:
         documents = [d for of_rank in batches(step) for d in of_rank]
@@ -94,6 +96,10 @@ def main() -> None:
 
 
 def check(model: Any, folder: Path) -> None:
+    """Compare verl's engine with the plain `model`; raise AssertionError if they differ.
+
+    `folder` has the same model and the configuration of ISP.
+    """
     rule = SimpleNamespace(
         lr=RATE, betas=(0.9, 0.95), weight_decay=0.1, clip_grad=1.0, total_training_steps=9,
         lr_warmup_steps=0, lr_warmup_steps_ratio=0.0,
@@ -138,8 +144,8 @@ def check(model: Any, folder: Path) -> None:
     for name, weight in engine.get_per_tensor_param()[0]:
         worst = max(worst, (weight - after_one[name]).abs().max().item())
     if dist.get_rank() == 0:
-        print(f"{STEPS} steps, weights, log-probabilities, a checkpoint: worst {worst:.1e}")
-    assert worst < TOLERANCE, worst
+        print(f"{STEPS} steps: norms, weights, log-probabilities, checkpoint: within {worst:.1e}")
+    assert worst < TOLERANCE, f"the largest difference is {worst:.1e}, above {TOLERANCE:.0e}"
 
 
 if __name__ == "__main__":

@@ -1,20 +1,16 @@
-"""A step of an unmodified Llama by ISP, `fully_shard` and DeepSpeed, over a real link.
+"""Compare steps of an unmodified Llama by ISP, `fully_shard` and DeepSpeed, over a real link.
 
     python tools/compare.py --link 1gbit [--ranks 2] [--rounds 10]      # root: network namespaces
 
 Every rank is in a network namespace of its own and sends over veth and `tc tbf` at the given speed.
-Weights are sharded over all ranks, in float32. Each rank has sequences of its own; "sequences
-shared" shards each of the same sequences over all ranks. DeepSpeed takes part if it is installed.
-The losses of all are compared; then each does a step in turn, and "compute alone" is one without
-communication, in which a rank updates its share of the weights. The slowest rank counts. Shown are
-medians over the rounds: the step, what it takes beyond compute alone in the same round (exposed),
-and its ratio to the fastest row of `fully_shard` in the same round. With `--memory`, also the peak
-memory of a process that trains in this way alone, beyond what it takes when all is imported.
+Weights are sharded over all ranks, in float32. DeepSpeed is compared if it is installed. First the
+losses of three steps are compared; then all ways take turns, a step each. A time is that of the
+slowest rank.
 
-On CPU `fully_shard` waits for each of its transfers. "Asynchronous gathers" turns that off by a
-private switch and gathers one unit ahead. "Asynchronous" also sums gradients by ISP's own
+On CPU `fully_shard` waits for each of its transfers. "asynchronous gathers" turns that off by a
+private switch and gathers one unit ahead. "asynchronous" also reduces gradients by ISP's own
 reduce-scatter, for which the step waits only before the update: the schedule that `fully_shard` has
-on a GPU, and the bytes that ISP sends.
+on a GPU, with the bytes that ISP sends.
 """
 
 from __future__ import annotations
@@ -48,13 +44,22 @@ from isp.core.mesh import ParallelConfig, TensorConfig, WeightConfig
 from isp.core.optim.config import OptimizerConfig
 from model.config import ModelConfig
 
+COLUMNS = """\
+step       median time of a step
+exposed    median over rounds of the step minus that of `compute alone`
+of best    median over rounds of the step / that of the fastest row of `fully_shard` (of its own for
+           rows with `weights stay`, where weights are gathered in forward and kept for backward)
+memory     with --memory: peak memory of a process that trains in this way, after its imports
+rows       compute alone: no communication, each rank updates its share of the weights; sequences
+           shared: the ranks share each sequence, instead of having sequences of their own
+"""
 VOCAB, LR = 2048, 1e-4
 ALONE, STAY, SHARED = "compute alone", ", weights stay", "sequences shared"
 Step = Callable[[Tensor], float]
 
 
 def ways() -> dict[str, dict[str, Any]]:
-    """The contestants, by name, and what they are made with."""
+    """Return the ways to train, by name, with the arguments of the method that builds the step."""
     found: dict[str, dict[str, Any]] = {
         "fully_shard, default": {},
         "fully_shard, asynchronous gathers": {"gathers": True},
@@ -73,16 +78,17 @@ def ways() -> dict[str, dict[str, Any]]:
 
 
 class Comparison:
-    """One rank's part."""
+    """The part of one rank in the comparison."""
 
     def __init__(self, rank: int, world: int, options: argparse.Namespace, wires: Wires) -> None:
         self.rank, self.world, self.options, self.wires = rank, world, options, wires
         os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world)}
         torch.set_num_threads(1)
-        Path("/proc/self/clear_refs").write_text("5")  # the peak begins here
+        Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM, the peak of memory
         self.began = _status("VmRSS")
 
     def run(self) -> None:
+        """Compare the losses and time all ways at each speed; or measure the memory of one way."""
         shape = self.world, self.options.sequences, self.options.tokens
         ids = torch.randint(VOCAB, shape, generator=torch.Generator().manual_seed(0))
         if self.options.only:
@@ -100,6 +106,7 @@ class Comparison:
             self._measure(speed, {ALONE: alone, **ways}, ids)
 
     def _ways(self) -> dict[str, Callable[[], Step]]:
+        """Return functions that build the step of each way, by name."""
         makers = {"fully_shard": self._fully_shard, "isp": self._isp, "DeepSpeed": self._deepspeed}
         return {
             name: partial(makers[name.split()[0].strip(",")], **keys)
@@ -107,6 +114,7 @@ class Comparison:
         }
 
     def _measure_memory(self, step: Step, ids: Tensor) -> None:
+        """Make three steps; rank 0 writes the largest peak of all ranks, in MiB, to a file."""
         for _ in range(3):
             step(ids)
         peak = torch.tensor([_status("VmHWM") - self.began])
@@ -115,6 +123,7 @@ class Comparison:
             Path(self.options.note).write_text(f"{peak.item() / 1024:.0f}")
 
     def _measure(self, speed: str, ways: dict[str, Step], ids: Tensor) -> None:
+        """Time all ways in turn over a link of `speed`; rank 0 prints the table."""
         self.wires.limit(self.rank, float(speed.removesuffix("gbit")) * 125e6)
         seconds: dict[str, list[float]] = {name: [] for name in ways}
         names = [*ways]
@@ -131,6 +140,7 @@ class Comparison:
             return
         print(f"\n{speed} a rank{'':<33}{'step':>7}{'exposed':>12}  {'of best':>7}  memory")
         medians = {name: statistics.median(took) for name, took in seconds.items()}
+        # Rows whose weights stay gathered send less: compare them only with each other.
         for stay in (False, True):
             own = [name for name in ways if (STAY in name) is stay]
             best = min((n for n in own if n.startswith("fully")), key=medians.__getitem__)
@@ -160,7 +170,9 @@ class Comparison:
         )
 
     def _alone(self) -> Step:
+        """Build a step without communication, with the update of this rank's share of weights."""
         model = self._model()
+        # Sharded ways update a share of the weights on each rank: here every world-th parameter.
         weights = [*model.parameters()][self.rank :: self.world]
         optimizer = torch.optim.AdamW(weights, lr=LR, weight_decay=0.0, fused=True)
 
@@ -195,6 +207,7 @@ class Comparison:
             for unit in units[:2] if gathers else ():
                 unit.unshard(async_op=True)
             loss = self._loss_sum(model, ids[self.rank]) / ids[self.rank][:, 1:].numel()
+            # fully_shard averages gradients over the ranks, ISP's reduce-scatter sums them.
             (loss / self.world if reductions else loss).backward()
             while deferred:
                 deferred.pop(0).wait()
@@ -211,6 +224,7 @@ class Comparison:
         from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
         deepspeed.init_distributed("gloo")
+        # DeepSpeed wraps the attention of this name in Ulysses, and leaves "sdpa" as it is.
         ALL_ATTENTION_FUNCTIONS.register("ulysses", ALL_ATTENTION_FUNCTIONS["sdpa"])
         model = self._model("ulysses" if shared else "sdpa")
         groups = None
@@ -235,6 +249,8 @@ class Comparison:
         def step(ids: Tensor) -> float:
             whole = ids.flatten(0, 1) if shared else ids[self.rank]
             loss = self._loss_sum(engine, whole, shared=shared)
+            # DeepSpeed averages gradients over all ranks, but with shared sequences the losses of
+            # the ranks are parts of one sum.
             loss = loss * (self.world if shared else 1) / whole[:, 1:].numel()
             engine.backward(loss)
             engine.step()
@@ -243,7 +259,7 @@ class Comparison:
         return step
 
     def _loss_sum(self, model: Any, ids: Tensor, *, shared: bool = False) -> Tensor:
-        """The sum of losses of `ids` [B, S], or of this rank's part of S."""
+        """Return the sum of losses of `ids` [B, S]; if `shared`, of this rank's slice of S."""
         labels = nn.functional.pad(ids[:, 1:], (0, 1), value=-100)
         positions = torch.arange(ids.shape[1]).expand_as(ids)
         if shared:
@@ -254,6 +270,7 @@ class Comparison:
         return nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
 
     def _mean(self, loss: Tensor) -> float:
+        """Return the mean of `loss` over the ranks."""
         total = loss.detach().clone()
         dist.all_reduce(total)
         return total.item() / self.world
@@ -277,26 +294,35 @@ class Comparison:
 
 
 def _status(field: str) -> int:
-    """A number of KiB in /proc/self/status."""
+    """Return a field of /proc/self/status, such as VmRSS, in KiB."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith(field))
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--link", nargs="+", default=["10gbit", "1gbit", "0.5gbit"])
+    parser = argparse.ArgumentParser(
+        description=__doc__,
+        epilog=COLUMNS,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "--link", nargs="+", default=["10gbit", "1gbit", "0.5gbit"], help="speeds of a rank's link"
+    )
     parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--rounds", type=int, default=12)
+    parser.add_argument("--rounds", type=int, default=12, help="timed steps of each way and speed")
     parser.add_argument("--hidden", type=int, default=512)
     parser.add_argument("--layers", type=int, default=6)
-    parser.add_argument("--sequences", type=int, default=1)
-    parser.add_argument("--tokens", type=int, default=512)
-    parser.add_argument("--memory", action="store_true", dest="memory_too", help="measure it first")
+    parser.add_argument("--sequences", type=int, default=1, help="sequences of a rank")
+    parser.add_argument("--tokens", type=int, default=512, help="tokens of a sequence")
+    parser.add_argument(
+        "--memory", action="store_true", dest="memory_too", help="measure peak memory, too"
+    )
     options = parser.parse_args()
     print(
         f"Llama of transformers, hidden {options.hidden}, {options.layers} layers, {options.ranks}"
-        f" ranks of one thread, {options.sequences} x {options.tokens} tokens a rank, float32"
+        f" ranks of one thread, {options.sequences} x {options.tokens} tokens a rank, float32\n"
     )
+    print(COLUMNS, flush=True)
     speeds, options.link = options.link, "real"
     options.speeds, options.memory = speeds, {}
     with tempfile.NamedTemporaryFile("r") as note:

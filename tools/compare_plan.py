@@ -1,10 +1,10 @@
-"""How far predicted step times are from measured ones, over the modelled link of `bench_overlap`.
+"""Compare step times that `isp plan` predicts with measured ones, over a modelled link.
 
     python tools/compare_plan.py --paced 40              # about ten minutes, on a quiet machine
     python tools/compare_plan.py --quick                 # tiny, to see whether it runs
 
-The rows of the benchmark that are ours run as they do there, with compute that sleeps. The plan is
-given the same link and a device of the same speed, and predicts the step over compute alone.
+The steps are the ISP rows of `bench_overlap`, whose matmuls sleep. The plan is given the same link
+and a device of the same speed.
 """
 
 from __future__ import annotations
@@ -22,15 +22,20 @@ from isp.planner.case import PlanCase
 from isp.planner.fabric import DeviceSpec, Fabric, LinkSpec
 from isp.planner.predict import predict
 
+COLUMNS = """\
+measured    median of step / step of compute alone
+predicted   the same, by the plan
+off         predicted / measured - 1; ** marks more than 15%
+"""
 GOAL = 0.15
-"""Predicted step times should not be further from the measured ones."""
+"""The largest relative error of a prediction that is not marked."""
 
 
 def plan_of(bench: Bench, weight: WeightConfig) -> PlanCase:
-    """What the benchmark's step is for the plan."""
+    """Return the benchmark's step as a case for the plan."""
     parallel = ParallelConfig(tensor=TensorConfig(size=1), weight=replace(weight, size=bench.world))
     return PlanCase(
-        # the attention of 16 tokens that stand for all takes no time
+        # The benchmark attends over 16 tokens only: a window of 1 makes attention free in the plan.
         model=replace(bench.compute.model, sliding_window=1),
         parallel=parallel,
         topology=Topology.create(bench.world, parallel),
@@ -43,7 +48,8 @@ def plan_of(bench: Bench, weight: WeightConfig) -> PlanCase:
 
 
 def fabric_of(bench: Bench, speed: float) -> Fabric:
-    """The modelled link, and a device that takes as long as the sleeps."""
+    """Return a fabric with the modelled link, and a device as fast as the paced compute."""
+    # The plan counts a latency for each hop of a ring; the modelled link has one for a transfer.
     hops = bench.world - 1
     teraflops = bench.compute.paced_gflops / 1e3
     device = DeviceSpec(
@@ -61,7 +67,7 @@ def fabric_of(bench: Bench, speed: float) -> Fabric:
 
 
 def rows_of(bench: Bench) -> dict[str, WeightConfig]:
-    """The benchmark's rows that the plan knows, by name."""
+    """Return the benchmark's rows that the plan can predict, by name, as weight configurations."""
     rows = {"ours, no overlap": WeightConfig(overlap=False)}
     for launch in ("wqkv", "attn", "wo", "w1"):
         rows[f"ours, per layer, {launch}"] = WeightConfig(
@@ -72,7 +78,7 @@ def rows_of(bench: Bench) -> dict[str, WeightConfig]:
 
 
 class Comparison(Bench):
-    """The benchmark, with its table replaced."""
+    """`bench_overlap` with the rows of ISP only, and a table that compares them with the plan."""
 
     def run(self) -> None:
         self._check()
@@ -105,12 +111,26 @@ class Comparison(Bench):
 
 def main() -> None:
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        description=__doc__,
+        epilog=COLUMNS,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
-    parser.add_argument("--ratios", type=float, nargs="+", default=[0.25, 0.5, 1.0])
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--paced", type=float, metavar="GFLOPS", default=40.0)
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4], help="CPU ranks")
+    parser.add_argument(
+        "--ratios",
+        type=float,
+        nargs="+",
+        default=[0.25, 0.5, 1.0],
+        help="time of a step's transfers / time of compute alone",
+    )
+    parser.add_argument("--rounds", type=int, default=3, help="timed steps of each row")
+    parser.add_argument(
+        "--paced",
+        type=float,
+        metavar="GFLOPS",
+        default=40.0,
+        help="speed of a core for which matmuls sleep",
+    )
     parser.add_argument("--quick", action="store_true", help="tiny, to see whether it runs")
     options = parser.parse_args()
     shape = {"hidden": 256, "layers": 8, "vocab": 512, "batch": 4, "tokens": 512}
@@ -119,6 +139,7 @@ def main() -> None:
         shape = {"hidden": 128, "layers": 3, "vocab": 128, "batch": 1, "tokens": 512}
         options.paced = 20.0
     vars(options).update(shape, tries=1, latency_us=50.0, link="modelled", trace=None)
+    print(COLUMNS, end="", flush=True)
     for world in options.ranks:
         bench_overlap.run_ranks(world, options, bench=Comparison)
 

@@ -1,4 +1,4 @@
-"""The contestants of `bench_context`: attention of one layer over all ranks, in different ways."""
+"""The ways to compute one layer's attention over all ranks that `bench_context` compares."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ from isp.core.mesh.sequence_split import SequenceSplit, Slice
 __all__ = ["BothWaysChannel", "BothWaysLink", "Heads", "PacedAttention", "Way", "Ways", "pairs"]
 
 _BACKWARD = 2.5
-"""Matmuls of attention's backward for each of its forward, kernels computing the scores again."""
+"""Time of attention's backward divided by its forward: 5 matmuls, since kernels compute the scores
+again, and 2."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,8 @@ class Heads:
 
 
 class PacedAttention(CpuAttention):
-    """Attention that sleeps `seconds_a_pair` for each query, key and head, and computes nothing."""
+    """Attention that sleeps `seconds_a_pair` for each pair of a query and a key that it sees, and
+    for each head. It computes nothing; outputs and gradients only have the right shapes."""
 
     def __init__(self, seconds_a_pair: float) -> None:
         super().__init__()
@@ -62,10 +64,11 @@ class PacedAttention(CpuAttention):
         return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
 
     def sleep(self, number: int) -> None:
-        """So many pairs of all heads, `_BACKWARD` of them each in backward."""
+        """Sleep for `number` pairs, which the caller has multiplied by heads and `_BACKWARD`."""
         time.sleep(self.seconds_a_pair * number)
 
     def _seconds(self, q: Tensor, mask: AttentionMask) -> float:
+        """Return the sleep of a forward with `q` [B, S, H, d]."""
         rows = [q.shape[1]] * q.shape[0]
         packed = mask.cu_seqlens is not None
         lengths, keys = (mask.lengths, mask.key_lengths) if packed else (rows, rows)
@@ -73,13 +76,19 @@ class PacedAttention(CpuAttention):
 
 
 def pairs(lengths: Sequence[int], key_lengths: Sequence[int], *, causal: bool = True) -> int:
-    """Pairs of a query and a key that it sees, of documents with so many."""
+    """Return the number of pairs of a query and a key that it sees, summed over documents.
+
+    A document has n = `lengths[i]` queries and m = `key_lengths[i]` keys. If `causal`, the last
+    query sees all m keys and each one before it sees one key less.
+    """
     return sum(
         n * m - causal * (n * (n - 1) // 2) for n, m in zip(lengths, key_lengths, strict=True)
     )
 
 
 class _Slept(torch.autograd.Function):
+    """A function of q that sleeps in forward and backward, as attention of `PacedAttention`."""
+
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, seconds: float) -> Tensor:
         ctx.save_for_backward(k, v)
@@ -95,10 +104,13 @@ class _Slept(torch.autograd.Function):
 
 
 class BothWaysLink(Link):
-    """A modelled wire on which a rank also waits for more that comes than it sends itself."""
+    """A modelled link on which a transfer lasts as long as the larger of its two directions.
+
+    `Link` itself counts only the bytes that this rank sends.
+    """
 
     more_comes = 0
-    """Bytes, of the next transfer."""
+    """Bytes that the next transfer receives beyond those that it sends."""
 
     def book(self, num_bytes: int) -> float:
         more, self.more_comes = self.more_comes, 0
@@ -106,7 +118,7 @@ class BothWaysLink(Link):
 
 
 class BothWaysChannel(Channel):
-    """A channel that counts the bytes of both directions on its link, also those of rings."""
+    """A channel whose link counts both directions, with the transfers of the rings."""
 
     def __init__(
         self, group: dist.ProcessGroup | None, *, name: str, log: CommLog, link: BothWaysLink | None
@@ -126,17 +138,21 @@ class BothWaysChannel(Channel):
         tag: Tag = UNNAMED,
     ) -> Pending:
         if out_rows is not None and self.link is not None:
-            self.link.more_comes = max(0, out.nbytes - x.nbytes)  # own rows are in both
+            # A rank's rows to itself are in `out` and in `x`, so they cancel out.
+            self.link.more_comes = max(0, out.nbytes - x.nbytes)
         return super().all_to_all_into(out, x, out_rows=out_rows, in_rows=in_rows, tag=tag)
 
     def permute(self, x: Tensor) -> Pending:
-        """x of the rank before this one, as torch's ring asks for it: by all-to-all."""
-        rows = [[0] * self.size for _ in range(2)]
+        """Send `x` to the next rank, and receive that of the rank before, by all-to-all.
+
+        torch's ring does so by default.
+        """
+        rows = [[0] * self.size for _ in range(2)]  # by rank: rows received, rows sent
         rows[0][self.rank - 1] = rows[1][(self.rank + 1) % self.size] = x.shape[0]
         return self.all_to_all_into(torch.empty_like(x), x, out_rows=rows[0], in_rows=rows[1])
 
     def rotate(self, x: Tensor) -> Pending:
-        """x of the rank before this one, by send and recv; as it goes out here, it comes in."""
+        """Send `x` to the next rank, and receive that of the rank before, by send and recv."""
         sent = self.send(x, (self.rank + 1) % self.size)
         coming = self.recv(torch.empty_like(x), (self.rank - 1) % self.size)
 
@@ -149,19 +165,19 @@ class BothWaysChannel(Channel):
 
 @dataclass(frozen=True)
 class Way:
-    """A contestant."""
+    """One way to compute attention over all ranks: a row of the table."""
 
     name: str
     tokens: Tensor
-    """Places in the row of this rank's tokens: [S/p]."""
+    """Indices in the row of this rank's tokens [S/p]."""
     attend: Callable[[Tensor, Tensor, Tensor], Tensor]
-    """q [1, S/p, H, d], k and v [1, S/p, K, d] of these -> [1, S/p, H, d]."""
+    """Attends for this rank's tokens: q [1, S/p, H, d], k, v [1, S/p, K, d] -> [1, S/p, H, d]."""
     least_elements: int
-    """That all ranks together have to send, forward and backward, for such a placement."""
+    """The fewest elements that all ranks together send in forward and backward with this split."""
 
 
 class Ways:
-    """The contestants for one row, on this rank of p."""
+    """Makes the ways to compute attention of one row, on this rank."""
 
     def __init__(
         self,
@@ -178,7 +194,7 @@ class Ways:
         self.all = BothWaysChannel(dist.group.WORLD, name="all", log=log, link=link)
 
     def __call__(self) -> list[Way]:
-        """All of them; every rank makes the same groups in the same order."""
+        """Return all ways. All ranks must call this: each way makes process groups."""
         sizes = [c for c in range(1, self.world + 1) if self.world % c == 0]
         ways = [self._ours(self.world // c, c) for c in sizes]
         ways.append(self._ours(1, self.world, ring=True))
@@ -188,12 +204,15 @@ class Ways:
         return ways
 
     def _ours(self, h: int, c: int, *, ring: bool = False) -> Way:
+        """Return ISP's attention over `h` head ranks, within each of `c` context ranks."""
         head = self._channel("head", [[i * h + j for j in range(h)] for i in range(c)])
         context = self._channel("context", [[i * h + j for i in range(c)] for j in range(h)])
         plan = SequenceSplit.of(self.lengths, c)
         inner = ContextAttention(self.local, context, ((None, 1),), ring=ring)
         attention = DistributedAttention(inner if c > 1 else self.local, head)
-        kv = max(h, self.heads.kv)  # fewer KV heads than ranks are sent to several
+        kv = max(h, self.heads.kv)  # with fewer KV heads than ranks, each is sent to several ranks
+        # q, k, v and the output change heads; keys and values go to the context ranks that see
+        # them. The backward sends the same again.
         on_heads = 2 * (self.heads.query + kv) * sum(self.lengths) * (h - 1) // h
         least = 2 * self.heads.size * (on_heads + 2 * kv * received(plan))
         name = f"{h} x {c}, ring" if ring else f"{h} x {c}" if c > 1 else "Ulysses alone"
@@ -205,6 +224,7 @@ class Ways:
         )
 
     def _plain_ring(self) -> Way:
+        """Return the ring in which every block of keys and values visits every rank."""
         plan = zigzag(self.lengths, self.world)
         ring = _Ring(self.all, plan, self.local)
         least = 4 * self.heads.kv * self.heads.size * received(plan)
@@ -216,6 +236,7 @@ class Ways:
         return Way("p2p ring", self._own(plan), attend, least)
 
     def _torchs_ring(self) -> Way:
+        """Return the ring of torch's `context_parallel`."""
         plan = zigzag(self.lengths, self.world)
         ring = _TorchsRing(self.all, self.local, self.heads)
         least = 4 * self.heads.kv * self.heads.size * received(plan)
@@ -230,22 +251,28 @@ class Ways:
         return torch.from_numpy(plan.order).chunk(self.world)[self.rank]
 
     def _channel(self, name: str, groups: list[list[int]]) -> Channel:
+        """Return the channel of this rank's group; all ranks make all groups, as torch requires."""
         made = [dist.new_group(ranks) if len(ranks) > 1 else None for ranks in groups]
         (own,) = (g for g, ranks in zip(made, groups, strict=True) if self.rank in ranks)
         return BothWaysChannel(own, name=name, log=self.log, link=self.link)
 
 
 class _Ring:
-    """Blocks of keys and values that all go all the way round, ring-flash-attention's way."""
+    """The plan of a ring in which each block of keys and values visits every rank.
+
+    Source: ring-flash-attention.
+    """
 
     def __init__(self, channel: BothWaysChannel, plan: SequenceSplit, kernel: CpuAttention) -> None:
         self.channel, self.plan, self.kernel = channel, plan, kernel
 
     @cached_property
     def steps(self) -> list[tuple[Tensor, Tensor, AttentionMask] | None]:
-        """For the block of each rank, own first: queries that see some of it, keys, who sees what.
+        """The ring's steps, in order: at step s this rank has the block of the rank s before it.
 
-        A slice of queries sees what its document has before it, and itself.
+        Each is (rows of the queries that see keys of the block, rows of these keys in the block,
+        mask), or None if no query sees any. A slice of queries sees the slices of its document that
+        end no later than itself.
         """
         size, rank = self.channel.size, self.channel.rank
         return [self._step((rank - step) % size) for step in range(size)]
@@ -266,7 +293,7 @@ class _Ring:
 
 
 def _rows(held: Sequence[Slice]) -> list[tuple[Slice, Tensor]]:
-    """Slices and where their tokens are among the rank's."""
+    """Return each slice with the indices of its tokens among the rank's tokens."""
     found, first = [], 0
     for s in held:
         found.append((s, torch.arange(first, first := first + s.end - s.begin)))
@@ -274,7 +301,7 @@ def _rows(held: Sequence[Slice]) -> list[tuple[Slice, Tensor]]:
 
 
 class _RingAttention(torch.autograd.Function):
-    """q [T, H, d], kv [T, 2, K, d] -> [T, H, d]."""
+    """Attention by `_Ring`: q [T, H, d] and kv [T, 2, K, d] of T tokens -> [T, H, d]."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, kv: Tensor, ring: _Ring) -> Tensor:
@@ -286,6 +313,7 @@ class _RingAttention(torch.autograd.Function):
                 rows, keys, mask = step
                 k, v = block[keys].unbind(1)
                 out, part = ring.kernel.with_lse(q[rows], k, v, mask)
+                # Merge two softmaxes over different keys: weight each by exp(own lse - joint lse).
                 before = lse[rows]
                 lse[rows] = after = torch.logaddexp(before, part)
                 total[rows] = total[rows] * (before - after).exp().unsqueeze(-1)
@@ -312,6 +340,8 @@ class _RingAttention(torch.autograd.Function):
                 d_rows, *d_keys = ring.kernel.gradients(*given, k, v, out[rows], lse[rows], mask)
                 dq[rows] += d_rows
                 own.index_add_(0, keys, torch.stack(d_keys, 1))
+            # A block's gradient travels one rank after the block, and gathers each rank's part;
+            # after the last step it is back at the rank that owns the block.
             if returning is not None:
                 own += returning.wait()
             returning = ring.channel.rotate(own)
@@ -322,11 +352,11 @@ class _RingAttention(torch.autograd.Function):
 
 
 class _TorchsRing:
-    """The ring inside torch's `context_parallel`, whose own door is closed on CPU.
+    """The ring of torch's `context_parallel`, called through private functions of torch.
 
-    There `F.scaled_dot_product_attention` becomes an operator for which it has no strategy. What
-    is behind that door runs with any operator; its transfers go through a channel here, so that
-    link and log are the same for all.
+    The public `context_parallel` fails on CPU, where `F.scaled_dot_product_attention` dispatches to
+    an operator for which it has no strategy. The functions inside of it take any operator. Their
+    transfers go through `channel`, so that all ways share one link and one log.
     """
 
     def __init__(self, channel: BothWaysChannel, local: CpuAttention, heads: Heads) -> None:
@@ -344,12 +374,12 @@ class _TorchsRing:
                 return self.coming.wait()
 
         torchs._create_rotater = lambda *_, **__: Rotater()
-        torchs._cp_options.convert_to_f32 = False  # float64 is compared, float32 is timed
+        torchs._cp_options.convert_to_f32 = False  # otherwise the comparison is not in float64
 
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool
     ) -> tuple[Tensor, Tensor]:
-        """[B, H, S, d], and lse [B, H, S]."""
+        """Return the output [B, H, S, d] and its log-sum-exp [B, H, S], B being 1."""
         q, k, v = (x.transpose(1, 2)[0] for x in (query, key, value))
         out, lse = self.local.with_lse(q, k, v, self._mask(q, k, is_causal))
         return out.transpose(0, 1).unsqueeze(0), lse.transpose(0, 1).unsqueeze(0)
@@ -365,7 +395,7 @@ class _TorchsRing:
         is_causal: bool,
         grad_out: Tensor,
     ) -> tuple[Tensor, ...]:
-        """The gradients of query, key and value."""
+        """Return the gradients of query, key and value, each [B, H or K, S, d]."""
         given = (x.transpose(1, 2)[0] for x in (grad_out, query, key, value, out))
         dout, q, k, v, out = given
         mask = self._mask(q, k, is_causal)
@@ -377,7 +407,7 @@ class _TorchsRing:
 
 
 class _TorchsRingAttention(torch.autograd.Function):
-    """q [1, H, T, d], k and v [1, K, T, d] -> [1, H, T, d]."""
+    """Attention by torch's ring: q [1, H, T, d], k and v [1, K, T, d] -> [1, H, T, d]."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, ring: _TorchsRing) -> Tensor:

@@ -1,11 +1,11 @@
-"""What only a device can say, one question at a time; see `main` for the names.
+"""Checks of ISP that need a GPU, one at a time; --help names them.
 
     python tools/gpu_checks.py attention --device cuda
     python tools/gpu_checks.py syncs --device cpu      # at toy size, to see that it runs
 
-Prints a table; exits with 1 where something is wrong. `--json` has the same numbers for programs,
-saved after each row. Weights are drawn on the device, except where they are compared with a CPU's.
-`bash tools/gpu.sh` runs them all.
+A check prints a table, and exits with 1 if something is wrong. `--json` writes the same numbers for
+programs, after each row. Weights are drawn on the device, except where results are compared with
+those of a CPU. `bash tools/gpu.sh` runs all checks.
 """
 
 from __future__ import annotations
@@ -42,23 +42,24 @@ from isp.step.train_step import TrainStep, make_train_step
 
 TINY = ("--model.preset=tiny", "--training.dtype=float32")
 Numbers = list[dict[str, Any]]
+"""Rows of results, as they are saved."""
 
 
 def job(device: torch.device, tokens: int, *keys: str) -> JobConfig:
-    """A run of one rank on rows of so many tokens."""
+    """Return the configuration of a run of one rank on rows of `tokens`, with further settings."""
     words = (f"--training.device={device.type}", f"--data.seq_len={tokens}", *keys)
     return load_config(CONFIG, words)
 
 
 def qwen(device: torch.device, tokens: int, *keys: str) -> JobConfig:
-    """qwen3-0.6b in bfloat16; on CPU a small model in float32."""
+    """Return a run of qwen3-0.6b in bfloat16; on CPU, of a small model in float32."""
     if device.type == "cpu":
         return job(device, 64, *TINY, "--model.num_layers=2", *keys)
     return job(device, tokens, *keys)
 
 
 def rows(config: JobConfig, device: torch.device, number: int, documents: int = 4) -> MicroBatch:
-    """Row `number`, of random tokens in equal documents."""
+    """Return a row of random tokens in documents of equal length; `number` is its seed."""
     random, length = torch.Generator().manual_seed(number), config.data.seq_len
     tokens = torch.randint(config.model.vocab_size, (1, length + 1), generator=random)
     ends = torch.linspace(0, length, documents + 1).to(torch.int32)
@@ -68,13 +69,13 @@ def rows(config: JobConfig, device: torch.device, number: int, documents: int = 
 
 
 def wait(device: torch.device) -> None:
-    """Until the device has done what is queued."""
+    """Wait until the device has finished all queued work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 def seconds(act: Callable[[], object], device: torch.device, times: int = 5) -> float:
-    """Median seconds of `act`, the first time left out."""
+    """Return the median seconds of `act` over `times` calls, after one that warms up."""
     found = []
     for _ in range(times + 1):
         wait(device)
@@ -86,10 +87,10 @@ def seconds(act: Callable[[], object], device: torch.device, times: int = 5) -> 
 
 
 def collective(device: torch.device) -> Numbers:
-    """Host microseconds of an all-gather of 4 KiB and its wait, raw and through a channel."""
+    """Measure the host time of an all-gather of 4 KiB and its wait, by torch and by a channel."""
     calls = 20 if device.type == "cpu" else 2000
     with World(device) as world:
-        if world.size == 1:  # a world of one rank starts nothing
+        if world.size == 1:  # `World` makes no process group for one rank
             backend = "nccl" if device.type == "cuda" else "gloo"
             dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
         group, log = dist.group.WORLD, CommLog()
@@ -104,7 +105,8 @@ def collective(device: torch.device) -> Numbers:
         def start() -> dist.Work:
             return all_gather_single(group, out, x)
 
-        def ours() -> None:  # as `all_gather_into`, which has nothing to do for one rank
+        def ours() -> None:
+            # Not `all_gather_into`: with one rank that returns without a collective.
             channel._launch("all_gather", UNNAMED, 4096, start, out, keep=(x, out)).wait()
 
         def micro(act: Callable[[], object]) -> float:
@@ -131,9 +133,10 @@ def collective(device: torch.device) -> Numbers:
 
 
 def attention(device: torch.device) -> Iterator[dict[str, Any]]:
-    """TFLOP/s of every backend, forward and backward, by half the square of each document.
+    """Measure TFLOP/s of every attention backend, counting half the square of each document.
 
-    All backends on the first kind of row, then on the next.
+    `forward` is forward alone, `both` and `ms` are forward and backward. Rows: one document, packed
+    documents, one document with a sliding window.
     """
     toy = device.type == "cpu"
     length, dtype = (256, torch.float32) if toy else (131072, torch.bfloat16)
@@ -167,11 +170,12 @@ def attention(device: torch.device) -> Iterator[dict[str, Any]]:
 
         try:
             one, two = seconds(forward, device, 3), seconds(both, device, 3)
-        except Exception as error:  # such as: this kernel has no such mask
+        except Exception as error:  # for example, a kernel without this mask
             fault = fault_of(error)
             print(f"{backend:<8} {name:<7} {fault[:90]}", flush=True)
             yield {"backend": backend, "row": name, "fault": fault}
         else:
+            # Of two products of size 128 in forward: with backward 3 times as many FLOPs.
             rates = [factor * 4 * 128 * pairs / s / 1e12 for factor, s in ((1, one), (3, two))]
             print(
                 f"{backend:<8} {name:<7} {rates[0]:8.1f} {rates[1]:8.1f} {two * 1e3:9.2f}",
@@ -182,7 +186,7 @@ def attention(device: torch.device) -> Iterator[dict[str, Any]]:
 
 
 def loss(device: torch.device) -> Iterator[dict[str, Any]]:
-    """Peak memory of the loss of 16,384 tokens over 128,256 words, in chunks and at once."""
+    """Measure the peak memory of the loss of 16,384 tokens, vocabulary 128,256, by chunk size."""
     tokens, words, size = (16384, 128256, 4096) if device.type == "cuda" else (64, 512, 32)
     dtype, width = ("bfloat16", 2) if device.type == "cuda" else ("float32", 4)
     model = (f"vocab_size={words}", f"hidden_size={size}", "num_layers=1", "intermediate_size=64")
@@ -199,7 +203,7 @@ def loss(device: torch.device) -> Iterator[dict[str, Any]]:
             step([batch], 1e-4)
             one["peak_gib"] = peak(step, batch, device) / GIB
             del step
-            print(f"{told} {one['peak_gib']:7.3f} GiB beside weights and gradients", flush=True)
+            print(f"{told} {one['peak_gib']:7.3f} GiB more than before the step", flush=True)
         except Exception as error:
             one["fault"] = fault_of(error)
             print(f"{told} {one['fault']}", flush=True)
@@ -209,7 +213,7 @@ def loss(device: torch.device) -> Iterator[dict[str, Any]]:
 def losses(
     step: TrainStep, config: JobConfig, device: torch.device, steps: int
 ) -> tuple[list[float], list[Tensor]]:
-    """The losses of so many steps, and the weights after them."""
+    """Make `steps` training steps; return their losses, and the weights after them."""
     found = []
     for number in range(steps):
         found.append(step([rows(config, device, number)], 1e-3).loss)
@@ -218,11 +222,12 @@ def losses(
 
 
 def parity(device: torch.device) -> Numbers:
-    """The losses of 20 steps on the device and on CPU, in float32: the same to 1e-3."""
+    """Check that 20 float32 losses on the device are within 1e-3 of those on CPU."""
     cpu, keys = torch.device("cpu"), (*TINY, "--model.checkpoint=0.5")
     steps, tokens = (20, 512) if device.type == "cuda" else (2, 64)
 
-    def on(where: torch.device) -> list[float]:  # a run's own weights, the same everywhere
+    def on(where: torch.device) -> list[float]:
+        # With the initial weights of a run, which are the same on every device.
         config = job(where, tokens, *keys)
         step = make_train_step(
             trained_model(config),
@@ -244,7 +249,7 @@ def parity(device: torch.device) -> Numbers:
 
 
 def deterministic(device: torch.device) -> Numbers:
-    """Two runs with training.deterministic end with the same bits."""
+    """Check that two runs with training.deterministic have the same bits in losses and weights."""
     cuda.compute_deterministically()
     config, steps = (
         qwen(device, 2048, "--training.deterministic"),
@@ -263,7 +268,7 @@ def deterministic(device: torch.device) -> Numbers:
 
 
 def syncs(device: torch.device) -> Numbers:
-    """Lines of code that make the host wait for the device, in a step of two micro-batches."""
+    """Find the lines of code that make the host wait for the device, in 2 micro-batches a step."""
     config = qwen(device, 2048, "--data.micro_num=2")
     step, steps = make_step(config, device), 3
     batches = [[rows(config, device, 2 * i + j) for j in range(2)] for i in range(steps + 1)]
@@ -283,12 +288,12 @@ def syncs(device: torch.device) -> Numbers:
         print(f"{count / steps:6.1f} a step  {line}")
     total = sum(lines.values()) / steps
     print(f"{total:.1f} a step in all")
-    assert total <= 1, "a step waits for more than the norm"
+    assert total <= 1, f"a step waits {total:.1f} times; only the wait for the norm is needed"
     return [{"line": line, "a_step": count / steps} for line, count in lines.items()]
 
 
 def kernels(device: torch.device) -> Numbers:
-    """The kernels of a step of qwen3-0.6b at 8,192 tokens, and for how long the device is busy."""
+    """List the kernels of a step of qwen3-0.6b at 8,192 tokens, and how long the device is busy."""
     config = qwen(device, 8192)
     step, batch = make_step(config, device), rows(config, device, 0)
     for _ in range(3):
@@ -318,7 +323,7 @@ def kernels(device: torch.device) -> Numbers:
 
 
 def efficiencies(device: torch.device) -> Numbers:
-    """What shares of its peaks a device reaches, for `device` of a file in isp/planner/fabrics."""
+    """Measure the device's share of its peak FLOP/s and bytes/s, for isp/planner/fabrics."""
     toy = device.type == "cpu"
     tokens, copied = (64, 2**20) if toy else (8192, 2**31)
     dtype = torch.float32 if toy else torch.bfloat16
@@ -346,7 +351,7 @@ def efficiencies(device: torch.device) -> Numbers:
     attend = make_local_attention(device=device, dtype=dtype, head_dim=128, group=4)
     dout, mask = leaves[0].detach(), AttentionMask.of_documents([length])
     both = seconds(lambda: torch.autograd.grad(attend(*leaves, mask=mask), leaves, dout), device)
-    attended = 3.5 * 2 * 32 * 128 * length**2  # a plan takes backward as 2.5 forwards
+    attended = 3.5 * 2 * 32 * 128 * length**2  # as in `isp plan`: backward is 2.5 forwards
     x = torch.empty(copied, dtype=torch.uint8, device=device)
     copy = 2 * copied / seconds(lambda: x.clone(), device)
     found: dict[str, float] = {
@@ -370,13 +375,13 @@ CHECKS: tuple[Callable[[torch.device], Iterable[dict[str, Any]]], ...] = (
 
 
 def main() -> int:
-    """Answer one of the questions."""
+    """Run the check that the command line names; return 1 if it finds something wrong."""
     named = {check.__name__: check for check in CHECKS}
     asks = "\n".join(f"  {name:<14} {(c.__doc__ or '').strip()}" for name, c in named.items())
     parser = argparse.ArgumentParser(
         description="The checks:\n" + asks, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("check", choices=named)
+    parser.add_argument("check", choices=named, help="a check of the list above")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--json", type=Path, help="where to write the numbers")
     options = parser.parse_args()

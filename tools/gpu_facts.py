@@ -1,8 +1,8 @@
-"""Facts of a machine with a GPU that decide what else runs there, and how long it takes to begin.
+"""Print facts about a machine with a GPU: memory, versions, programs, and how long imports take.
 
     python tools/gpu_facts.py --device cuda
 
-Each is looked up by a process of its own with a limit, so that one that hangs costs no other.
+What could hang is looked up in a process of its own with a time limit.
 """
 
 from __future__ import annotations
@@ -37,7 +37,11 @@ FIRST_KERNEL = (
 
 
 def timed(command: list[str], limit: float = 20.0) -> str:
-    """Return the output of a command, or why there is none, after the seconds it took."""
+    """Run a command for at most `limit` seconds; return the seconds it took and its output.
+
+    Instead of the output of a command that fails, returns the end of its errors; of one that cannot
+    be run or is stopped, the name of the exception.
+    """
     begin = time.perf_counter()
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=limit)
@@ -49,7 +53,7 @@ def timed(command: list[str], limit: float = 20.0) -> str:
 
 
 def versions() -> str:
-    """Return the version of each package."""
+    """Return the installed version of each of `PACKAGES`; - if it is not installed."""
     found = []
     for name in PACKAGES:
         try:
@@ -60,7 +64,7 @@ def versions() -> str:
 
 
 def main() -> None:
-    """Print each fact as soon as it is known."""
+    """Print each fact as soon as it is known, and write those known so far to the JSON file."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--json", type=Path, help="where to write the facts")

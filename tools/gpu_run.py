@@ -1,13 +1,13 @@
-"""Runs the steps of `gpu_steps` one after the other, each with a time limit of its own.
+"""Run the steps of `gpu_steps` one after the other, each with a time limit, and write a report.
 
-Started by `bash tools/gpu.sh`. A step that fails or outlasts its limit is noted, and the next one
-begins. In the folder of the report each step has a log and a JSON file; after each step the page,
-report/index.html, and results.tgz, which has all of them, are made again, and copied to the folder
-that the variable OUT names, if it is set. A step whose JSON says `passed` is not run again, unless
-it is named. The second part begins with the steps of the first that have no JSON.
+Started by `bash tools/gpu.sh`. If a step fails or exceeds its limit, the next one begins. In the
+report's folder each step has a log and a JSON file. After each step the page report/index.html and
+the archive results.tgz (page, logs and JSON files) are written again, and copied to the folder that
+the environment variable OUT names, if it is set. A step whose JSON file says `passed` is not run
+again unless it is named. The second part begins with steps of the first part that have not run.
 
-A part, or `--seconds`, limits the whole run. The limit of a step is a ceiling and reserves nothing:
-a step of a part begins if a third of it is left, and takes what there is.
+A part, or `--seconds`, limits the whole run. A step's limit is an upper bound and reserves no time:
+a step of a part begins if a third of its limit is left, and is stopped at the end of the run.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ from typing import Any, NamedTuple
 from gpu_steps import PARTS, QUESTIONS, ROOT, STEPS, Step, words, write_whole
 
 BEGUN = time.monotonic()
-"""Limits of a run count from here: the first import on a new machine can take a minute."""
+"""The time from which limits count: the first import on a new machine can take a minute."""
 SHOWN_LINES = 60
-"""Of the end of a log, on the page."""
+"""Lines at the end of a step's log that the page shows."""
 WHEELS = ROOT / ".whl"
-"""Where wheels lie for a machine without a network."""
+"""Folder of wheels for a machine without a network."""
 NEEDED = {
     "numpy": "numpy",
     "einops": "einops",
@@ -51,27 +51,28 @@ NEEDED = {
     "pytest_timeout": "pytest-timeout",
     "xdist": "pytest-xdist",
 }
-"""Packages of ISP and its tests beyond torch, by the module that is imported."""
+"""Packages that ISP and its tests need in addition to torch, by the module that is imported."""
 ALONG = {
     "pydantic": ("pydantic_core", "annotated-types", "typing-inspection", "typing_extensions"),
 }
-"""Packages that a package needs, of matching versions."""
+"""Packages that a package itself needs, by package: `pip download --no-deps` leaves them out."""
 
 
 class Machine(NamedTuple):
-    """What the steps run on."""
+    """The devices and versions that the steps run with."""
 
     device: str
     """cuda or cpu."""
     gpus: int
+    """Number of GPUs."""
     facts: dict[str, str]
-    """Devices and versions, for people."""
+    """Names of devices and versions of packages, for the report."""
 
 
 def install_wheels(folder: Path) -> None:
-    """Install the wheels in `.whl` into `folder`, ahead of all else, if one is a new package.
+    """Install the wheels in `.whl` into `folder`, first on the path, if one is a new package.
 
-    A wheel that cannot be installed is printed and left out: `look` checks what is needed.
+    A wheel that cannot be installed is printed and left out: `look` checks for needed packages.
     """
     wheels = sorted(WHEELS.glob("*.whl"))
     if not any(is_new(wheel) for wheel in wheels):
@@ -83,7 +84,7 @@ def install_wheels(folder: Path) -> None:
         done = subprocess.run(command, capture_output=True, text=True)
         return done.stderr.strip()[-300:] or "pip failed" if done.returncode else ""
 
-    if fault(*wheels):
+    if fault(*wheels):  # one bad wheel fails the whole command: install them one by one
         for wheel in wheels:
             if why := fault(wheel):
                 print(f"{wheel.name} is not installed: {why}")
@@ -93,7 +94,7 @@ def install_wheels(folder: Path) -> None:
 
 
 def is_new(wheel: Path) -> bool:
-    """Return whether the package of a wheel is not installed."""
+    """Return whether this Python lacks the package of a wheel."""
     try:
         distribution(wheel.name.partition("-")[0])
     except PackageNotFoundError:
@@ -102,9 +103,10 @@ def is_new(wheel: Path) -> bool:
 
 
 def recipe(packages: Sequence[str]) -> str:
-    """Return how to bring `packages` to a machine without a network."""
+    """Return an error that says how to bring `packages` to a machine without a network."""
     lines = (ROOT / "constraints.txt").read_text().splitlines()
     pins = dict(line.split("==", 1) for line in lines if "==" in line and line[0] != "#")
+    # `pip download` gets no dependencies (--no-deps): torch would be among them.
     named = [one for package in packages for one in (package, *ALONG.get(package, ()))]
     pinned = " ".join(f"{one}=={pins[one]}" if one in pins else one for one in named)
     kinds = ("manylinux_2_28", "manylinux_2_17", "manylinux2014")
@@ -121,7 +123,10 @@ def recipe(packages: Sequence[str]) -> str:
 
 
 def look(device: str) -> Machine:
-    """The machine, looked at by another process: CUDA would keep memory of this one's."""
+    """Return the devices and versions of this machine; exit with an error if packages are missing.
+
+    Another process looks them up: CUDA would hold memory in this one while the steps run.
+    """
     code = (
         "import json, platform, torch; from importlib.metadata import version\n"
         "def found(name):\n"
@@ -151,7 +156,7 @@ def look(device: str) -> Machine:
 
 
 def environment(device: str) -> dict[str, str]:
-    """That of a step."""
+    """Return the environment variables of a step."""
     added = {"PYTHONUNBUFFERED": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
     added["TQDM_DISABLE"] = "1"  # progress bars would push numbers out of what is shown of a log
     if device == "cpu":
@@ -160,7 +165,7 @@ def environment(device: str) -> dict[str, str]:
 
 
 def run(step: Step, machine: Machine, folder: Path, seconds: float) -> dict[str, Any]:
-    """Run a step for so long at most; what its JSON file says."""
+    """Run a step for at most `seconds`, and return the result that its JSON file has."""
     numbers = folder / f"{step.name}.numbers.json"
     numbers.unlink(missing_ok=True)
     command = words(step, machine.device, machine.gpus, numbers, folder)
@@ -197,7 +202,7 @@ def run(step: Step, machine: Machine, folder: Path, seconds: float) -> dict[str,
 
 
 def read(path: Path) -> Any:
-    """Return what a JSON file says; None without one, or with a broken one."""
+    """Return the contents of a JSON file; None if it does not exist or cannot be parsed."""
     try:
         return json.loads(path.read_text())
     except (OSError, ValueError):
@@ -205,16 +210,16 @@ def read(path: Path) -> Any:
 
 
 def end_group(process: subprocess.Popen[Any]) -> None:
-    """End the step and its ranks, which have a session of their own.
+    """End the processes of a step, which have a session of their own.
 
-    The first signal is that of Ctrl-C: at it Python shows where it was, and pytest what has failed.
+    SIGINT comes first, as from Ctrl-C: Python then logs where it was, and pytest what has failed.
     """
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGINT)
         with suppress(subprocess.TimeoutExpired):
             process.wait(timeout=5)
         os.killpg(process.pid, signal.SIGKILL)
-    with suppress(subprocess.TimeoutExpired):  # a driver can hold a process that is killed
+    with suppress(subprocess.TimeoutExpired):  # a killed process can hang in the driver
         process.wait(timeout=5)
 
 
@@ -224,10 +229,10 @@ def log_of(step: str, folder: Path) -> list[str]:
 
 
 def pack(folder: Path) -> None:
-    """Write all logs, numbers and the page into one archive, whole at any time.
+    """Write all logs, JSON files and the page into results.tgz, replacing it at once.
 
-    The folder of the variable OUT gets this archive and the page, and no other files: a machine
-    that is lent may give back only a few.
+    The folder that the environment variable OUT names gets only the archive and the page: what
+    copies its files back may take only a few.
     """
     half = folder / "results.part"
     with tarfile.open(half, "w:gz") as archive:
@@ -242,7 +247,7 @@ def pack(folder: Path) -> None:
 
 
 def show_failures(found: Sequence[dict[str, Any]], folder: Path) -> None:
-    """Print what failed in each step: tests, or the last line of its log."""
+    """Print the failed steps, each with its failed tests, or else the last line of its log."""
     for one in found:
         if one["exit"]:
             log = log_of(one["step"], folder)
@@ -254,7 +259,7 @@ def show_failures(found: Sequence[dict[str, Any]], folder: Path) -> None:
 
 
 def write_page(machine: Machine, found: Sequence[dict[str, Any]], folder: Path) -> Path:
-    """Write the report of the steps run so far."""
+    """Write report/index.html about the steps run so far, and return its path."""
     from isp.profile.page import facts, listing, page, section, table
     from isp.profile.table import Table
 
@@ -282,18 +287,18 @@ def write_page(machine: Machine, found: Sequence[dict[str, Any]], folder: Path) 
 
 
 def chosen(names: Sequence[str], machine: Machine, found: dict[str, dict[str, Any]]) -> list[Step]:
-    """The steps to run, in order; what cannot run on the machine is reported and left out.
+    """Return the steps that `names` choose; print and leave out those that cannot run here.
 
-    The last part has those of earlier parts that were never run, and those after all parts.
+    The last part also has the steps of earlier parts that have not run, and those without a part.
     """
     picked, last = [], list(PARTS)[-1] in names
     for step in STEPS:
         left = last and (step.name not in found if step.part else step.default)
         expected = {step.name, step.part} & set(names) or left if names else step.default
         if expected and machine.device == "cuda" and machine.gpus < step.gpus:
-            print(f"{step.name}: left out, needs {step.gpus} GPUs and there is {machine.gpus}")
+            print(f"{step.name}: left out: it needs {step.gpus} GPUs, and there is {machine.gpus}")
         elif expected and machine.device == "cpu" and not step.toy:
-            print(f"{step.name}: left out, reads what only a GPU leaves")
+            print(f"{step.name}: left out: it reads a trace that only a run on GPUs writes")
         elif expected:
             picked.append(step)
     return picked
@@ -302,9 +307,9 @@ def chosen(names: Sequence[str], machine: Machine, found: dict[str, dict[str, An
 def in_turn(
     steps: Sequence[Step], found: dict[str, dict[str, Any]], names: Sequence[str]
 ) -> list[Step]:
-    """Return the steps to run: those in `names`, and the others that have not passed.
+    """Return the steps to run, in order: those in `names`, and others that have not passed.
 
-    Those that have been tried before come last.
+    Steps that have failed before come last, unless they are in `names`.
     """
     tried = {step.name for step in steps if step.name in found and step.name not in names}
     passed = {name for name in tried if found[name]["exit"] == 0}
@@ -315,19 +320,27 @@ def in_turn(
 
 
 def main() -> int:
-    """Run what the command line names."""
+    """Run the parts and steps that the command line names; return 1 if one did not pass."""
     parser = argparse.ArgumentParser(
-        prog="bash tools/gpu.sh", description="Tests, checks and benchmarks on GPUs; one report."
+        prog="bash tools/gpu.sh",
+        description="Run tests, checks and benchmarks that need a GPU, and write one report.",
     )
     parser.add_argument(
-        "names", nargs="*", metavar="PART or STEP", help="these alone; steps even if done"
+        "names",
+        nargs="*",
+        metavar="PART or STEP",
+        help="run only these; a step that is named runs even if it has passed",
     )
     parser.add_argument("--out", type=Path, help="folder of the report (outputs/gpu)")
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--dry", dest="device", action="store_const", const="cpu")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: toy sizes")
+    parser.add_argument(
+        "--dry", dest="device", action="store_const", const="cpu", help="the same as --device cpu"
+    )
     told = ", ".join(f"{name} {seconds:g}" for name, seconds in PARTS.items())
-    parser.add_argument("--seconds", type=float, help=f"in all ({told}, others no limit)")
-    parser.add_argument("--list", action="store_true", help="name the steps")
+    parser.add_argument(
+        "--seconds", type=float, help=f"limit of the whole run (default: {told}, else none)"
+    )
+    parser.add_argument("--list", action="store_true", help="list the steps, and exit")
     options = parser.parse_args()
     if options.list:
         for step in STEPS:
@@ -341,16 +354,16 @@ def main() -> int:
     if options.seconds is None:
         limits = [PARTS[name] for name in options.names if name in PARTS]
         options.seconds = sum(limits) if limits else float("inf")
-    signal.signal(
-        signal.SIGTERM, lambda *_: sys.exit(143)
-    )  # and the step, a session of its own, ends
+    # By default SIGTERM ends this process at once, and the step, in a session of its own, goes on.
+    # An exit runs the `finally` that ends the step.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     with tempfile.TemporaryDirectory() as wheels:
         install_wheels(Path(wheels))
         return run_on_machine(options)
 
 
 def run_on_machine(options: argparse.Namespace) -> int:
-    """Run what `options` name on this machine."""
+    """Look up this machine, and run the chosen steps on it; return 1 if one did not pass."""
     machine = look(options.device)
     if options.device == "cuda" and not machine.gpus:
         print("no GPU here: `bash tools/gpu.sh --device cpu` runs every step at toy size")
@@ -363,7 +376,7 @@ def run_on_machine(options: argparse.Namespace) -> int:
 
 
 def run_all(options: argparse.Namespace, machine: Machine, folder: Path) -> int:
-    """Run the chosen steps; 1 if one of them did not pass."""
+    """Run the chosen steps, updating the report after each; return 1 if one did not pass."""
     end = BEGUN + options.seconds
     before = {step.name: read(folder / f"{step.name}.json") for step in STEPS}
     found = {name: one for name, one in before.items() if one}
@@ -371,10 +384,11 @@ def run_all(options: argparse.Namespace, machine: Machine, folder: Path) -> int:
     for step in in_turn(chosen(options.names, machine, found), found, options.names):
         left = end - time.monotonic()
         if left < step.least:
-            print(f"{step.name}: left for the next time")
+            print(f"{step.name}: not begun, as {max(0, left):.0f} s are left: run this again")
             continue
         print(f"{step.name}: {step.asks} ...", flush=True)
-        limit = step.seconds * (1 if machine.device == "cuda" else 2)  # imports take most of a toy
+        # On a CPU, imports alone can take most of a limit.
+        limit = step.seconds * (1 if machine.device == "cuda" else 2)
         found[step.name] = one = run(step, machine, folder, min(limit, left))
         for line in log_of(step.name, folder)[-step.shown :]:
             print(f"    {line[:160]}")
@@ -384,7 +398,7 @@ def run_all(options: argparse.Namespace, machine: Machine, folder: Path) -> int:
         pack(folder)
         try:
             page = write_page(machine, ordered, folder)
-        except Exception as error:  # such as: its packages are missing
+        except Exception as error:  # for example, packages that the page needs are missing
             print(f"no page: {type(error).__name__}: {error}")
         else:
             pack(folder)

@@ -1,7 +1,7 @@
-"""The steps of `bash tools/gpu.sh`, in the order of what they tell.
+"""The steps of `bash tools/gpu.sh`: tests, checks and benchmarks, the most informative ones first.
 
-The first quarter of an hour on one GPU is two parts, `first` and `second`. A step prints what it
-finds. Those that want several GPUs are left out on one.
+The parts `first` and `second` take a quarter of an hour on one GPU. Steps that need several GPUs
+are left out if there is one.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ __all__ = ["PARTS", "QUESTIONS", "ROOT", "STEPS", "Step", "words", "write_whole"
 
 ROOT = Path(__file__).parents[1]
 PARTS = {"first": 530.0, "second": 290.0}
-"""Seconds of each part."""
+"""The most seconds that each part may take."""
 CHECK = "{python} tools/gpu_checks.py"
 QWEN = "configs/one_gpu.yaml --training.device cuda"
 SMALL = "configs/quickstart.yaml --model.num_layers 1 --model.sliding_window null --data.seq_len 64"
@@ -28,45 +28,50 @@ LAST_RUNGS = f"{TOY} --only 'inputs on the host,every 4th of them'"
 
 
 class Step(NamedTuple):
-    """A program, on GPUs and, much smaller, on a CPU; `{..}` are filled in by `words`."""
+    """A program that `gpu_run` starts; `words` fills in the `{..}` of its commands."""
 
     name: str
     asks: str
     """The question that it answers."""
     seconds: float
-    """The most it may take."""
+    """Its time limit."""
     command: str
+    """The command line on GPUs."""
     toy: str
-    """What it is on a CPU; empty: nothing."""
+    """The command line on a CPU, at toy size; empty: the step is left out there."""
     part: str = ""
-    """One of `PARTS`; without, the step runs after both, if there is time for all of it."""
+    """One of `PARTS`; empty: the step runs after both, if there is time for all of it."""
     gpus: int = 1
-    """The least it needs."""
+    """The fewest GPUs that it needs."""
     default: bool = True
-    """Whether it is run unless it is named."""
+    """Whether it runs when no step is named; if not, only by its name."""
     shown: int = 12
-    """Lines of the end of its log that the terminal shows."""
+    """Lines at the end of its log that the terminal shows."""
 
     @property
     def least(self) -> float:
-        """Seconds without which it does not begin: in less, a step of a part tells nothing."""
+        """Seconds that must be left for the step to begin.
+
+        A step of a part is useful in a third of its limit: benchmarks save each row.
+        """
         return self.seconds / 3 if self.part else self.seconds
 
 
 def check(name: str, asks: str, seconds: float, part: str = "") -> Step:
-    """One of `gpu_checks.py`."""
+    """Return the step that runs the check `name` of `gpu_checks.py`."""
     both = f"{CHECK} {name} --json {{json}} --device"
     return Step(name, asks, seconds, f"{both} cuda", f"{both} cpu", part, shown=24)
 
 
-# -v and faulthandler: a test that hangs is named, and its stack shown, before the step is ended.
+# With -v and faulthandler the log of a test that hangs has its name and stack, even if the step is
+# stopped.
 PYTEST = (
     "{python} -m pytest -v -rfE --tb=short --durations=8 -p no:cacheprovider"
     " --continue-on-collection-errors --timeout 60 -o faulthandler_timeout=45"
 )
 COLLECTED = "{python} -m pytest -q --collect-only -p no:cacheprovider"
 KERNELS = ("tests/core/attention/", "tests/core/mixers/")
-"""Tests of kernels: many, whose references are computed on the host."""
+"""Folders of the tests of kernels. They run in parallel: their references are slow on the host."""
 WITHOUT_NCCL, WITH_NCCL = "-m 'gpu and not nccl'", "-m 'gpu and nccl'"
 HF = "{python} tools/bench_mfu.py --json {json}"
 MEMORY = "{python} tools/bench_memory.py --json {json}"
@@ -74,7 +79,7 @@ MEMORY = "{python} tools/bench_memory.py --json {json}"
 STEPS = (
     Step(
         "facts",
-        "what is this machine: memory, compilers, packages, seconds to import",
+        "what does this machine have: memory, compilers, packages, and how long do imports take",
         45,
         "{python} tools/gpu_facts.py --json {json} --device cuda",
         "{python} tools/gpu_facts.py --json {json} --device cpu",
@@ -83,7 +88,7 @@ STEPS = (
     ),
     Step(
         "tests",
-        "do the tests pass that need a GPU and not NCCL, but for those of kernels",
+        "do the tests pass that need a GPU, without NCCL and without tests of kernels",
         70,
         f"{PYTEST} {WITHOUT_NCCL} {{gpu_tests}}",
         f"{COLLECTED} {WITHOUT_NCCL} {{gpu_tests}}",
@@ -91,7 +96,7 @@ STEPS = (
     ),
     Step(
         "tests_kernels",
-        "do the tests of kernels pass, of attention and mixers",
+        "do the tests of attention and mixer kernels pass",
         90,
         f"{PYTEST} -n 8 {WITHOUT_NCCL} {{kernel_tests}}",
         f"{COLLECTED} -n 2 {WITHOUT_NCCL} {{kernel_tests}}",
@@ -99,13 +104,13 @@ STEPS = (
     ),
     Step(
         "tests_nccl",
-        "do the tests pass that start NCCL, as one rank",
+        "do the tests pass that start NCCL with one rank",
         90,
         f"{PYTEST} {WITH_NCCL} -k 'not two_ranks' {{nccl_tests}}",
         f"{COLLECTED} {WITH_NCCL} -k 'not two_ranks' tests/train/test_gpu.py",
         "first",
     ),
-    check("parity", "are 20 losses in float32 those of a CPU", 45, "first"),
+    check("parity", "are 20 float32 losses the same as on a CPU", 45, "first"),
     Step(
         "mfu",
         "how fast is a step of qwen3-0.6b, compared with transformers and fully_shard: the MFU",
@@ -119,7 +124,7 @@ STEPS = (
     ),
     Step(
         "two_ranks",
-        "do two ranks of NCCL, on one GPU if there is one, train as one CPU in eight layouts",
+        "do two NCCL ranks (on one GPU if there is only one) train as one CPU does, in 8 layouts",
         120,
         f"{PYTEST} -s -m gpu -k two_ranks tests/train/test_gpu.py",
         f"{COLLECTED} -m gpu -k two_ranks tests/train/test_gpu.py",
@@ -145,11 +150,11 @@ STEPS = (
         "second",
         shown=36,
     ),
-    check("kernels", "which kernels is a step made of, and is the device ever idle", 40, "second"),
+    check("kernels", "which kernels run in a step, and is the device ever idle", 40, "second"),
     check("syncs", "what makes the host wait for the device", 40, "second"),
     Step(
         "host",
-        "what does the host of this machine need for a layer, compared with plain torch",
+        "how much host time does a layer take, compared with plain torch",
         35,
         "{python} tools/bench_host.py --quick --rounds 10",
         "{python} tools/bench_host.py --quick --rounds 1",
@@ -184,7 +189,7 @@ STEPS = (
     ),
     Step(
         "exposed",
-        "is the exposed time of a profile that of torch.profiler's trace",
+        "is the exposed time of a profile the same as in torch.profiler's trace",
         240,
         "{python} tools/check_with_torch.py {folder}/modes",
         "",
@@ -192,17 +197,17 @@ STEPS = (
     ),
     Step(
         "fully_shard",
-        "is a step with weights split over the GPUs ahead of torch's fully_shard",
+        "is a step with weights sharded over the GPUs faster than torch's fully_shard",
         240,
         f"{RANKS} tools/bench_fully_shard.py --json {{json}}",
         f"{RANKS} tools/bench_fully_shard.py --json {{json}} --device cpu --quick",
         gpus=2,
     ),
     check("deterministic", "do two deterministic runs give the same bits", 60),
-    check("loss", "what memory does the loss take", 60),
+    check("loss", "how much memory does the loss take", 60),
     Step(
         "ladder",
-        "does each rung of the memory ladder take what isp plan says",
+        "does each rung of the memory ladder take the memory that isp plan predicts",
         240,
         f"{MEMORY} --device cuda --lengths 32768,65536 {LLAMA} --model.num_layers 4",
         f"{MEMORY} {LAST_RUNGS}",
@@ -240,7 +245,7 @@ STEPS = (
     ),
     Step(
         "slices",
-        "what do kernels lose by the slices of context ranks",
+        "how much slower are attention kernels on the slices of context ranks",
         120,
         "{python} tools/bench_slices.py --device cuda --tokens 32768",
         "{python} tools/bench_slices.py --tokens 64 --rounds 1 --heads 2",
@@ -266,7 +271,7 @@ STEPS = (
     ),
     Step(
         "nccl_ub",
-        "what do buffers that are registered with NCCL win (needs NVLink SHARP)",
+        "how much do buffers registered with NCCL gain (needs NVLink SHARP)",
         180,
         f"{{python}} -m isp profile {QWEN} --parallel.tensor.size {{ranks}} --nproc {{ranks}}"
         " --modes isp --parallel.weight.size {ranks} --parallel.weight.nccl_ub"
@@ -279,16 +284,16 @@ STEPS = (
 
 QUESTIONS = (
     ("does attention_backend=auto take the fastest kernel for one long document", "mfu, attention"),
-    ("do streams that share a hardware queue hold each other up", "kernels, link"),
-    ("is the host's memory read right before states are moved to it", "facts, offload_states"),
+    ("do streams that share a hardware queue delay each other", "kernels, link"),
+    ("is the host's free memory read correctly, for states on the host", "facts, offload_states"),
     ("how long does collecting and running the tests take", "tests, tests_nccl"),
     ("what share of a step is the loss, element by element over the vocabulary", "kernels"),
     ("what does compiling cost the first process", "mfu_short"),
     ("does page-locking many small pieces of memory fail", "tests"),
     ("how long does page-locking 23 GB take", "offload_states"),
-    ("do expandable segments work in this machine", "tests_nccl, memory"),
-    ("do kernels of fla take float32", "tests, if fla-core is installed"),
-    ("do NCCL's receives that wait fill the device", "two_ranks, not its speed"),
+    ("do expandable segments work on this machine", "tests_nccl, memory"),
+    ("do kernels of fla accept float32", "tests, if fla-core is installed"),
+    ("do waiting receives of NCCL occupy the whole device", "two_ranks, not its speed"),
     ("what do deterministic runs cost, and do they run", "deterministic"),
     ("how long do the first import and a name look-up take", "facts"),
     ("does registering buffers with NCCL work without NVLink SHARP", "tests_nccl"),
@@ -296,20 +301,20 @@ QUESTIONS = (
     ("is memory of gathered weights reused too early", "tests, two_ranks"),
     ("how much memory does a communicator of NCCL take", "several GPUs only"),
 )
-"""What no CPU can show, each with the steps that answer it."""
+"""Questions that only a GPU can answer, each with the steps that answer it."""
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write a file; a kill never leaves half of it."""
+    """Write a file by renaming a complete one, so that a kill never leaves half of it."""
     half = path.with_suffix(".part")
     half.write_text(text)
     half.replace(path)
 
 
 def tests_of(kind: str) -> list[str]:
-    """Return the test files with the marker nccl, or gpu: of kernels, or (`kind` gpu) the others.
+    """Return the test files of a kind: nccl (marked so), kernel (`KERNELS`) or gpu (the others).
 
-    To collect all files takes longer than these run.
+    Naming them saves time: collecting all tests takes longer than running these.
     """
     marker = "mark.nccl" if kind == "nccl" else "mark.gpu"
     files = (path for path in (ROOT / "tests").rglob("test_*.py") if marker in path.read_text())
@@ -318,7 +323,7 @@ def tests_of(kind: str) -> list[str]:
 
 
 def words(step: Step, device: str, gpus: int, numbers: Path, folder: Path) -> list[str]:
-    """The command line of a step on so many GPUs (two ranks on a CPU)."""
+    """Return the command line of a step on `gpus` GPUs; on a CPU with two ranks."""
     filled = {
         "{python}": sys.executable,
         "{json}": str(numbers),

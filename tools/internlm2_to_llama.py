@@ -1,8 +1,9 @@
-"""Rewrite a folder of InternLM2 as one of Llama, which computes the same: for `model.hf`.
+"""Rewrite a model folder of InternLM2 as a Llama that computes the same logits, for `model.hf`.
 
-python tools/internlm2_to_llama.py internlm2-7b internlm2-7b-llama
+    python tools/internlm2_to_llama.py internlm2-7b internlm2-7b-llama
 
-Source: `modeling_internlm2.py` and `configuration_internlm2.py` in the folders of InternLM2.
+The code of InternLM2 is not in transformers. Source of names and layouts:
+`modeling_internlm2.py` and `configuration_internlm2.py` in its model folders.
 """
 
 from __future__ import annotations
@@ -28,13 +29,14 @@ NAMES = {
     "feed_forward.w3": "mlp.up_proj",
     "feed_forward.w2": "mlp.down_proj",
 }
+"""Parts of InternLM2's parameter names, and their names in transformers' Llama."""
 KIND = "InternLM2ForCausalLM"
 DROPPED = ("architectures", "attn_implementation", "auto_map", "bias", "model_type")
-"""Keys of config.json that Llama's does not have, or with another value."""
+"""Keys of InternLM2's config.json that a Llama's lacks, or has with another value."""
 
 
 def described(config: dict[str, Any]) -> dict[str, Any]:
-    """Return the config.json of the Llama. Raises ValueError for another model than InternLM2."""
+    """Return the Llama's config.json; raise ValueError if `config` is not an InternLM2's."""
     known = config.get("model_type"), config.get("architectures", [KIND])
     if known != ("internlm2", [KIND]):
         raise ValueError(f"config.json has {known[0]} {known[1]}, not internlm2 [{KIND}]")
@@ -44,7 +46,7 @@ def described(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def renamed(name: str, tensor: Tensor, config: dict[str, Any]) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors of a Llama that one of InternLM2 becomes."""
+    """Yield the Llama's tensors that one tensor of InternLM2 becomes, with their names."""
     if name.endswith("rotary_emb.inv_freq"):  # of older folders; computed from rope_theta
         return
     if ".attention.wqkv." in name:
@@ -62,7 +64,10 @@ def renamed(name: str, tensor: Tensor, config: dict[str, Any]) -> Iterator[tuple
 
 
 def convert(source: Path, target: Path) -> None:
-    """Write the model in `source` to `target`, a file of tensors in memory at a time."""
+    """Write the model in `source` as a Llama to `target`.
+
+    At most the tensors of one file are in memory at a time.
+    """
     if describe_contents(target) not in ("is empty", "does not exist"):
         raise ValueError(f"{target} {describe_contents(target)}: name a new or an empty folder")
     config = read_json(source / "config.json")

@@ -1,13 +1,14 @@
-"""A tiny Hugging Face model with a chat template, and conversations to fine-tune it on.
+"""Make a tiny Hugging Face model with a chat template, and conversations to fine-tune it on.
 
     python tools/make_tiny_chat_model.py outputs/tiny_chat
     isp train configs/chat.yaml --nproc 4
 
-`FOLDER/model` is what `save_pretrained` writes of a Qwen3 with random weights, a tokenizer
-trained here, and a ChatML template that marks what the assistant writes. `FOLDER/chat.jsonl` holds
-questions about Python's own library, answered by first lines of docstrings and of definitions, and
-`FOLDER/pairs.jsonl` the first questions with that answer and, not preferred, the same in capitals.
-Nothing is downloaded; the same Python writes the same files.
+`FOLDER/model` is a Qwen3 with random weights, saved by `save_pretrained`, with a tokenizer that is
+trained here and a ChatML template that marks the assistant's tokens. `FOLDER/chat.jsonl` has
+questions about Python's standard library; the answers are first lines of docstrings and of
+definitions. `FOLDER/pairs.jsonl` has the first question of each conversation, with its answer as
+chosen and the same answer in capitals as rejected. Nothing is downloaded, and the same version of
+Python writes the same files.
 """
 
 import argparse
@@ -45,9 +46,11 @@ CHAT_TEMPLATE = """\
 
 
 def main() -> None:
-    """Write the folder and say what is in it."""
+    """Write the model and the conversations into the folder that the command line names."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("folder", type=Path, nargs="?", default=Path("outputs/tiny_chat"))
+    parser.add_argument(
+        "folder", type=Path, nargs="?", default=Path("outputs/tiny_chat"), help="folder to write"
+    )
     folder: Path = parser.parse_args().folder
     folder.mkdir(parents=True, exist_ok=True)
     talks = list(conversations())
@@ -68,7 +71,7 @@ def main() -> None:
 
 
 def conversations() -> Iterator[list[dict[str, str]]]:
-    """Two questions on each public function and class of the modules of Python's library."""
+    """Yield a conversation of two questions about each public function and class of the library."""
     for path in find_files(PYTHON_STDLIB):
         module = path.parent.name if path.stem == "__init__" else path.stem
         for node in ast.parse(path.read_bytes()).body:
@@ -87,7 +90,7 @@ def conversations() -> Iterator[list[dict[str, str]]]:
 
 
 def _header(node: ast.FunctionDef | ast.ClassDef) -> str:
-    """The first line of a definition."""
+    """Return the first line of a definition, such as `def name(arguments)`."""
     if isinstance(node, ast.FunctionDef):
         return f"def {node.name}({ast.unparse(node.args)})"
     bases = ", ".join(map(ast.unparse, node.bases))
@@ -95,7 +98,7 @@ def _header(node: ast.FunctionDef | ast.ClassDef) -> str:
 
 
 def train_tokenizer(talks: list[list[dict[str, str]]]) -> Any:
-    """A byte-level BPE of `VOCAB_SIZE` tokens with the chat template."""
+    """Train a byte-level BPE tokenizer of `VOCAB_SIZE` tokens, with the chat template."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -116,7 +119,7 @@ def train_tokenizer(talks: list[list[dict[str, str]]]) -> Any:
 
 
 def random_model(tokenizer: Any) -> Any:
-    """A Qwen3 of 4 layers, the same each time."""
+    """Make a Qwen3 of 4 layers with random weights, the same in each call."""
     torch.manual_seed(0)
     config = Qwen3Config(
         vocab_size=len(tokenizer),

@@ -1,16 +1,12 @@
-"""Network namespaces joined by wires of a chosen speed: a slow network on one machine.
+"""A slow network on one machine: network namespaces joined by links of a chosen speed.
 
     with Wires(2) as wires:              # root only
-        ...                              # in the process that is to be rank r:
+        ...                              # in the process of rank r:
         wires.enter(r)                   # from here on it has one interface, and no other network
-        wires.limit(r, 125_000_000)      # what it sends passes a token bucket, `tc qdisc ... tbf`
+        wires.limit(r, 125_000_000)      # bytes/s that it sends, by a token bucket (`tc ... tbf`)
 
-Every rank gets a namespace with one end of a veth pair; the other ends hang on a bridge in a
-namespace of its own, so that nothing is added to the machine's own network and nothing leaves.
-
-[Note: Cleaning up] The namespaces are deleted on leaving the context. A process that dies otherwise
-cannot do it, so a shell waits for the end of a pipe that only this process holds, and deletes them
-then, whatever ended it.
+Each rank gets a namespace with one end of a veth pair. The other ends are ports of a bridge, which
+has a namespace of its own: the network of the machine is not changed, and nothing leaves it.
 """
 
 from __future__ import annotations
@@ -28,11 +24,13 @@ INTERFACE = "wire0"
 
 _CLONE_NEWNET = 0x40000000
 _BURST_BYTES = 1 << 20
+"""Bytes that pass the token bucket at once after a pause."""
 _LATENCY = "50ms"
+"""The longest time that a packet waits in the token bucket's queue before it is dropped."""
 
 
 def why_not() -> str | None:
-    """What keeps this process from making namespaces; None if nothing does."""
+    """Return why this process cannot make network namespaces; None if it can."""
     if os.geteuid() != 0:
         return "network namespaces need root"
     missing = [tool for tool in ("ip", "tc") if shutil.which(tool) is None]
@@ -42,7 +40,10 @@ def why_not() -> str | None:
 
 
 class Wires:
-    """`num_ranks` namespaces on one bridge; a context."""
+    """A context manager of `num_ranks` network namespaces on one bridge.
+
+    Raises RuntimeError if this process cannot make them.
+    """
 
     def __init__(self, num_ranks: int) -> None:
         if reason := why_not():
@@ -54,6 +55,9 @@ class Wires:
     def __enter__(self) -> Wires:
         names = [self._hub, *self._ranks]
         delete = "; ".join(f"ip netns del {name} 2>/dev/null" for name in names)
+        # A killed process could not delete its namespaces. So a shell, in a session of its own,
+        # reads a pipe of which only this process has the writing end; when the pipe closes, for
+        # whatever reason, the shell deletes them.
         self._janitor = subprocess.Popen(
             ["sh", "-c", f"trap '' HUP INT TERM; cat >/dev/null; {delete}"],
             stdin=subprocess.PIPE,
@@ -89,7 +93,9 @@ class Wires:
         """Move the calling process, which must have one thread, into the namespace of `rank`."""
         assert self._janitor is not None
         assert self._janitor.stdin is not None
-        self._janitor.stdin.close()  # of a forked process: the first one alone holds the pipe
+        # A forked rank has a copy of the pipe's writing end: close it, or the shell would wait for
+        # this process, too.
+        self._janitor.stdin.close()
         libc = ctypes.CDLL(None, use_errno=True)
         with open(f"/run/netns/{self._ranks[rank]}") as namespace:
             if libc.setns(namespace.fileno(), _CLONE_NEWNET):
@@ -97,19 +103,20 @@ class Wires:
         os.environ["GLOO_SOCKET_IFNAME"] = INTERFACE
 
     def limit(self, rank: int, bytes_per_second: float) -> None:
-        """Let `rank` send this fast and no faster."""
+        """Limit the speed at which `rank` sends."""
         bucket = ("rate", f"{bytes_per_second * 8:.0f}bit", "burst", str(_BURST_BYTES))
         name = self._ranks[rank]
         place = ("-n", name, "qdisc", "replace", "dev", INTERFACE, "root")
         _run("tc", *place, "tbf", *bucket, "latency", _LATENCY)
 
     def unlimit(self, rank: int) -> None:
-        """Let `rank` send as fast as the machine copies."""
+        """Remove the limit of `rank`: it sends as fast as the machine copies."""
         name = self._ranks[rank]
         _run("tc", "-n", name, "qdisc", "replace", "dev", INTERFACE, "root", "pfifo")
 
 
 def _run(*command: str) -> None:
+    """Run a command; raise RuntimeError with its errors if it fails."""
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         raise RuntimeError(f"{' '.join(command)}: {done.stderr.strip()}")

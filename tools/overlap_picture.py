@@ -1,9 +1,10 @@
-"""A picture of a step with its transfers, by `fully_shard` and by ISP, over the same modelled link.
+"""Draw a step and its transfers, by `fully_shard` and by ISP, over the same modelled link.
 
     PYTHONPATH=. python tools/overlap_picture.py docs/overlap.png
 
-The step, the link and the pacing are those of `bench_overlap.py --paced 40` with 2 ranks, where all
-transfers take as long as compute alone. Shown is rank 0, of the step of median length.
+The step and the paced compute are those of `bench_overlap.py --paced 40` with 2 ranks; the
+transfers of a step take as long as compute alone. The picture has rank 0 in the step of median
+length.
 """
 
 from __future__ import annotations
@@ -33,16 +34,19 @@ NAMES = {"all_gather": "all-gather of weights", "reduce_scatter": "reduce-scatte
 
 
 class Step(NamedTuple):
-    """A step of one row; seconds since it began."""
+    """The times of one step, in seconds."""
 
     forward: float
+    """End of forward, since the step began."""
     end: float
+    """End of the step, since it began."""
     transfers: list[TimedTransfer]
     began: float
+    """The beginning, in `time.perf_counter`, as the times of `transfers`."""
 
 
 class Drawing(Bench):
-    """Takes steps of three rows, and draws one of each on the first rank."""
+    """Times the three rows of `ROWS`, and draws the median step of each on rank 0."""
 
     def run(self) -> None:
         rows = {row.name: row for row in self.rows if row.name in ROWS}
@@ -64,7 +68,10 @@ class Drawing(Bench):
 
 
 def draw(steps: dict[str, Step], alone: float, path: str) -> None:
-    """A panel for each of `steps`, on one axis of time."""
+    """Draw a panel for each of `steps`, with a common time axis, to `path`.
+
+    `alone` is the time of compute alone: a dashed line.
+    """
 
     figure = Figure(figsize=(15, 6.6), layout="constrained")
     panels = figure.subplots(len(steps), sharex=True)
@@ -84,6 +91,7 @@ def draw(steps: dict[str, Step], alone: float, path: str) -> None:
 
 
 def _panel(axes: Axes, name: str, step: Step, alone: float) -> None:
+    """Draw one step: a lane for compute and its waits, and a lane for the link."""
     axes.set_yticks([0, 1], ["compute", "link"])
     axes.set_ylim(1.5, -0.5)
     axes.tick_params(axis="both", labelsize=FONT)
@@ -98,6 +106,7 @@ def _panel(axes: Axes, name: str, step: Step, alone: float) -> None:
     spans = (0.0, step.forward, FORWARD), (step.forward, step.end, BACKWARD)
     for begin, end, look in spans:
         _bar(axes, 0, begin, end, look)
+    # The link runs one transfer at a time: one begins when it is launched and the link is free.
     free = 0.0
     moved = [t for t in step.transfers if t.kind in KINDS]
     for t in sorted(moved, key=lambda t: t.ended):
@@ -110,6 +119,7 @@ def _panel(axes: Axes, name: str, step: Step, alone: float) -> None:
 
 
 def _bar(axes: Axes, lane: int, begin: float, end: float, look: tuple[str, str]) -> None:
+    """Draw a bar from `begin` to `end` (seconds) in a lane, with color and hatch `look`."""
     color, hatch = look
     style = {"facecolor": color, "hatch": hatch, "edgecolor": EDGE, "linewidth": 0.4}
     place = (begin * 1e3, lane - 0.38), max(0.0, end - begin) * 1e3, 0.76

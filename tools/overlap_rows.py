@@ -1,4 +1,7 @@
-"""A training step of one model, run in different ways; for `bench_overlap`, `bench_fully_shard`."""
+"""Training steps of one model by ISP and by fully_shard: the rows that benchmarks compare.
+
+For `bench_overlap`, `bench_fully_shard`, `bench_link`, `compare_plan` and `compare`.
+"""
 
 from __future__ import annotations
 
@@ -53,15 +56,16 @@ CPU = torch.device("cpu")
 
 
 class StepResult(NamedTuple):
-    """What a step says of itself."""
+    """The loss of a step, and the end of its forward."""
 
     loss: Tensor
+    """This rank's part of the mean over the tokens of all ranks."""
     forward_ended: float
-    """In `time.perf_counter`."""
+    """A time of `time.perf_counter`."""
 
 
 def llama_layers(number: int, *, quick: bool = False) -> ModelConfig:
-    """Return a model of `number` layers of the sizes of llama3.1-8b; `quick`: 32 times narrower."""
+    """Return a model of `number` layers with llama3.1-8b's sizes, 32 times narrower if `quick`."""
     hidden, heads = (128, 4) if quick else (4096, 32)
     return ModelConfig(
         vocab_size=8 * hidden,
@@ -75,53 +79,56 @@ def llama_layers(number: int, *, quick: bool = False) -> ModelConfig:
 
 @dataclass(frozen=True)
 class Row:
-    """A contestant."""
+    """One way to make a training step: a row of a benchmark's table."""
 
     name: str
     step: Callable[[], StepResult]
+    """Makes a step; all ranks must call it."""
     gradients: Callable[[], dict[str, Tensor]]
-    """This rank's part of each gradient of the last step, by the parameter's name."""
+    """Returns this rank's part of each gradient of the last step, by the parameter's name."""
     pool: MemoryPool | None = None
-    """What weights are gathered into."""
+    """The memory into which weights are gathered, if it is ISP's pool."""
     part: Callable[[str, Tensor], Tensor] = lambda _, whole: whole
-    """Cuts this rank's part of a parameter out of the whole."""
+    """Takes a parameter's name and a whole tensor of its shape; returns this rank's part of it."""
 
 
 class Built(NamedTuple):
-    """The decoder on a rank."""
+    """ISP's decoder on a rank: module, parameters and main gradients."""
 
     chunk: StageModule
     parameters: tuple[ShardedParameter, ...]
     gradients: MainGradients
 
     def by_name(self) -> dict[str, Tensor]:
-        """This rank's part of each gradient."""
+        """Return this rank's part of each gradient, by the parameter's name."""
         return {item.name: self.gradients.grad(item.parameter) for item in self.parameters}
 
 
 LossOf = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""Gives the sum of the losses of tokens, positions and labels [B, S]."""
+"""Returns the sum of the losses over tokens, given tokens, positions and labels, each [B, S]."""
 
 
 @dataclass
 class Compute:
-    """The work of a rank in a step: a model, tokens, and how long a matmul takes."""
+    """The work of a rank in a step: the model, its rows of tokens, and how matmuls are slowed."""
 
     model: ModelConfig
     rows: int
+    """Rows of a rank."""
     tokens: int
+    """Tokens of a row."""
     paced_gflops: float = 0.0
-    """Each matmul with a weight sleeps for as long as it would take at this speed on `paced_tokens`
-    tokens, besides what it takes; 0: it does not."""
+    """If not 0: after each matmul with a weight, sleep as long as it would take at this speed for
+    `paced_tokens` tokens."""
     paced_tokens: int = 0
     device: torch.device = CPU
     dtype: torch.dtype = torch.float32
     attention: LocalAttention = field(default_factory=CpuAttention, repr=False)
     draw: Callable[[Sequence[ShardedParameter]], object] | None = field(default=None, repr=False)
-    """Fills the shards of each contestant in its own way; None: the same weights in all."""
+    """Fills the shards with values that may differ between rows; None: the same weights in all."""
 
     def build(self, mesh: Mesh, communicator: WPCommunicator) -> Built:
-        """Build the decoder, with the same weights in every contestant unless there is `draw`."""
+        """Build ISP's decoder, whose weights are the same in every row unless there is `draw`."""
         layers = RankLayers(
             mode=Mode.ISP,
             tensor=mesh[Axis.TENSOR],
@@ -139,9 +146,9 @@ class Compute:
         return Built(chunk, parameters, MainGradients(parameters, mesh))
 
     def plain(self) -> Decoder:
-        """The same decoder in plain torch with weights in float32, as is usual."""
+        """Build the same decoder in plain torch, with float32 weights, as usual for fully_shard."""
         _, parameters, _ = replace(self, dtype=torch.float32).build(mesh_of(1, 0), LocalWeights())
-        with self.device:  # to draw weights there, which are replaced
+        with self.device:  # the weights drawn here are replaced by the line after this
             model = Decoder(self.model)
         model.load_state_dict({item.name: item.parameter.detach() for item in parameters})
         for linear in model.modules() if self.paced_gflops else ():
@@ -152,20 +159,26 @@ class Compute:
         return model
 
     def pause(self, layer: Any) -> float:
-        """Seconds that a product with the weight of `layer` takes; a lookup takes none."""
+        """Return the seconds to sleep for one product with the weight of `layer`.
+
+        An embedding's lookup does not sleep.
+        """
         if isinstance(layer, ShardedEmbedding):
             return 0.0
         rows, columns = layer.layouts["weight"].global_shape
-        if layer.name == "lm_head":  # three products in one use and one gradient
+        # The head computes its three products in forward. 3/2 of a product in each of two sleeps
+        # (forward, weight gradient) would be right; it also sleeps in backward, where the use only
+        # launches gathers, so its compute is 1.5 products too long.
+        if layer.name == "lm_head":
             rows = 3 * rows // 2
         return self.seconds(rows, columns)
 
     def seconds(self, rows: int, columns: int) -> float:
-        """Those of a product with a weight of this shape."""
+        """Return the seconds of a product of `paced_tokens` tokens and a weight of this shape."""
         return 2e-9 * rows * columns * self.paced_tokens / self.paced_gflops
 
     def forward_and_backward(self, loss_of: LossOf) -> StepResult:
-        """A pass over this rank's rows; the loss is the mean over the tokens of all ranks."""
+        """Run forward and backward on this rank's rows, with the gradients of the global mean."""
         generator = torch.Generator().manual_seed(dist.get_rank())
         shape = (self.rows, self.tokens + 1)
         ids = torch.randint(self.model.vocab_size, shape, generator=generator).to(self.device)
@@ -176,7 +189,7 @@ class Compute:
         return StepResult(loss.detach(), forward_ended)
 
     def by_chunk(self, chunk: StageModule) -> LossOf:
-        """The losses of a traced decoder."""
+        """Return the loss function of ISP's decoder."""
 
         def loss_of(ids: Tensor, positions: Tensor, labels: Tensor) -> Tensor:
             expected = torch.tensor(self.scale, device=self.device)
@@ -186,14 +199,14 @@ class Compute:
 
     @property
     def scale(self) -> float:
-        """What makes a mean of a rank's sum of losses."""
+        """The factor from a rank's sum of losses to its part of the mean over all ranks' tokens."""
         return 1 / (self.rows * self.tokens * dist.get_world_size())
 
 
 def compare(alone: Row, rows: Sequence[Row], tolerance: float) -> None:
-    """Every row computes the loss and the gradients of `alone`, within `tolerance` of their norms.
+    """Check that all rows compute the loss and gradients of `alone`, within `tolerance` (relative).
 
-    Raises AssertionError.
+    All ranks must call this. Raises AssertionError.
     """
     expected = alone.step().loss
     dist.all_reduce(expected)
@@ -209,14 +222,17 @@ def compare(alone: Row, rows: Sequence[Row], tolerance: float) -> None:
 
 
 def mesh_of(world_size: int, rank: int, **options: Any) -> Mesh:
-    """Weights split over all ranks, a sequence to each; of one rank, without any group."""
+    """Return the mesh of `rank`: weights sharded over all ranks, each rank with its own sequences.
+
+    With one rank, no process group is made.
+    """
     parallel = ParallelConfig(tensor=TensorConfig(size=1), weight=WeightConfig(size=world_size))
     return Mesh(Topology.create(world_size, parallel), rank, **options)
 
 
 def compute_alone(compute: Compute) -> Row:
-    """The whole model on every rank, nothing travels."""
-    built = compute.build(mesh_of(1, 0), LocalWeights())
+    """Return the row in which every rank has the whole model and nothing is communicated."""
+    built = compute.build(mesh_of(1, 0), LocalWeights())  # in a mesh of one rank, on every rank
 
     def step() -> StepResult:
         built.gradients.zero()
@@ -226,7 +242,7 @@ def compute_alone(compute: Compute) -> Row:
         return result
 
     def gradients() -> dict[str, Tensor]:
-        """Whole, summed over the ranks."""
+        """Return the whole gradients, summed over the ranks here, outside of the timed step."""
         named = {name: grad.clone() for name, grad in built.by_name().items()}
         for grad in named.values():
             dist.all_reduce(grad)
@@ -236,9 +252,13 @@ def compute_alone(compute: Compute) -> Row:
 
 
 def traffic(alone: Row, moves: Sequence[TimedTransfer], channel: Channel) -> Row:
-    """Compute alone, while the same bytes move beside it and nobody waits for them."""
+    """Return compute alone while a thread moves the bytes of `moves`, for which no compute waits.
+
+    It shows what the transfers themselves cost the cores. `forward_ended` is the end of compute.
+    """
 
     def step() -> StepResult:
+        # The same transfers on every rank in the same order, so that they match each other.
         mover = threading.Thread(target=move, args=(moves, channel))
         mover.start()
         result = alone.step()
@@ -250,7 +270,7 @@ def traffic(alone: Row, moves: Sequence[TimedTransfer], channel: Channel) -> Row
 
 
 def move(moves: Sequence[TimedTransfer], channel: Channel, at_once: int = 4) -> None:
-    """The same transfers one after another, `at_once` in flight."""
+    """Repeat the transfers `moves` in order with other data, at most `at_once` in flight."""
     flying: list[Pending] = []
     for transfer in moves:
         piece = torch.zeros(transfer.sent_bytes // (channel.size - 1) // 4)
@@ -268,9 +288,9 @@ def move(moves: Sequence[TimedTransfer], channel: Channel, at_once: int = 4) -> 
 def ours(
     name: str, compute: Compute, mesh: Mesh, *, apart: Channel | None = None, **prefetch: Any
 ) -> Row:
-    """The step with an `ISPCommunicator`; `prefetch` are fields of `Prefetch`.
+    """Return the row of ISP's step with an `ISPCommunicator`; `prefetch` are fields of `Prefetch`.
 
-    `apart`: a channel of their own for gradients.
+    `apart`: a second channel of the weight axis, on which gradients are reduced.
     """
     communicator = ISPCommunicator(
         mesh[Axis.WEIGHT],
@@ -286,9 +306,9 @@ def ours(
     def step() -> StepResult:
         built.gradients.zero()
         built.gradients.expect_last()
-        communicator.begin(sequential_actions(1))
+        communicator.begin(sequential_actions(1))  # launches the first gathers
         result = compute.forward_and_backward(compute.by_chunk(built.chunk))
-        communicator.finish()
+        communicator.finish()  # waits for the last reduce-scatters
         built.gradients.reduce()
         return result
 
@@ -299,7 +319,7 @@ def ours(
 
 
 class _Arriving(dist.Work):
-    """A `Pending` as torch knows it."""
+    """Wraps a `Pending` as the `Work` that torch's fully_shard expects of a collective."""
 
     def __init__(self, pending: Pending) -> None:
         super().__init__()
@@ -322,6 +342,8 @@ class _ThroughChannel:
 
 
 class _Gather(_ThroughChannel):
+    """The all-gather of fully_shard."""
+
     def __call__(
         self,
         output_tensor: Tensor,
@@ -338,6 +360,8 @@ class _Gather(_ThroughChannel):
 
 
 class _ReduceScatter(_ThroughChannel):
+    """The reduce-scatter of fully_shard; with `deferred`, the end of the step waits for it."""
+
     def __call__(
         self,
         output_tensor: Tensor,
@@ -356,8 +380,11 @@ class _ReduceScatter(_ThroughChannel):
 
 
 def gather_asynchronously(model: Any, units: Sequence[Any]) -> None:
-    """Let fully_shard gather each unit while the one before it runs, where there are no streams."""
-    model._set_unshard_async_op(True)  # the one switch that is not public
+    """Let fully_shard gather each unit while the one before it runs, on a device without streams.
+
+    `units` are in forward order.
+    """
+    model._set_unshard_async_op(True)  # private: torch has no public switch for this
     for unit, following in pairwise(units):
         unit.set_modules_to_forward_prefetch([following])
         following.set_modules_to_backward_prefetch([unit])
@@ -366,10 +393,15 @@ def gather_asynchronously(model: Any, units: Sequence[Any]) -> None:
 def reduce_through(
     channel: Channel | None, units: Sequence[Any], *, deferred: list[Pending] | None
 ) -> None:
-    """Let fully_shard sum gradients over `channel`; into `deferred` goes what nobody waits for."""
+    """Let fully_shard sum gradients, over `channel` unless that is None.
+
+    With `deferred`, fully_shard does not wait for a reduction: it is added there, for the caller to
+    wait for.
+    """
     for unit in units:
         if channel is not None:
             unit.set_custom_reduce_scatter(_ReduceScatter(channel, deferred))
+        # Sum, as ISP does: the loss is already divided by the number of all tokens.
         unit.set_gradient_divide_factor(1.0)
         unit.set_force_sum_reduction_for_comms(True)
 
@@ -383,14 +415,15 @@ def theirs(
     defer_reduce: bool = False,
     reshard_after_forward: bool = True,
 ) -> Row:
-    """The step with torch's `fully_shard`, on blocks and root, through a channel or by itself.
+    """Return the row of torch's `fully_shard` on blocks and root, over `channel` or its own group.
 
-    The model is the plain decoder, and its loss torch's cross-entropy. Where it computes in 16 bit
-    it keeps its weights in float32, as is usual, and sums gradients in float32, as ours does.
-    `prefetch`: asynchronous unshard, each unit requested while the one before it runs, forward and
-    backward, the first ones before the forward begins; embedding and head are units of their own.
-    `defer_reduce`: gradients are reduced asynchronously too. fully_shard does so on a GPU alone; a
-    custom reduce-scatter that nobody waits for until the step ends does it here.
+    The model is the plain decoder with torch's cross-entropy. In 16-bit compute it keeps weights in
+    float32, as is usual, and reduces gradients in float32, as ISP does.
+    `prefetch`: gather the first two units before forward begins, and each other one while the unit
+    before it runs: on CPU by explicit requests, on a GPU as fully_shard does by default. Embedding
+    and head are units of their own.
+    `defer_reduce`: reduce gradients asynchronously, too, and wait at the end of the step.
+    fully_shard itself does so only on a GPU.
     """
     model: Any = compute.plain()
     options: dict[str, Any] = {
@@ -399,7 +432,7 @@ def theirs(
     if compute.dtype != torch.float32:
         options["mp_policy"] = MixedPrecisionPolicy(compute.dtype, torch.float32)
     trunk = model.model
-    chain: list[Any] = list(trunk.layers)
+    chain: list[Any] = list(trunk.layers)  # units in forward order
     for block in chain:
         fully_shard(block, **options, reshard_after_forward=reshard_after_forward)
     if prefetch:
@@ -408,11 +441,12 @@ def theirs(
         chain = [trunk.embed_tokens, *chain, trunk.norm]
     fully_shard(model, **options)
     deferred: list[Pending] = []
+    # Without prefetch, embedding, norm and head belong to the root; with it the root has no weight.
     units = [*chain, *([] if prefetch else [model])]
     reduce_through(channel, units, deferred=deferred if defer_reduce else None)
     for unit in units if channel is not None else ():
         unit.set_custom_all_gather(_Gather(channel))
-    if prefetch and compute.device.type == "cpu":
+    if prefetch and compute.device.type == "cpu":  # a GPU gathers ahead on a stream by default
         gather_asynchronously(model, chain)
 
     def loss_of(ids: Tensor, positions: Tensor, labels: Tensor) -> Tensor:
@@ -421,7 +455,7 @@ def theirs(
 
     def step() -> StepResult:
         model.zero_grad()
-        if prefetch:
+        if prefetch:  # no unit before these could request them
             for unit in chain[:2]:
                 unit.unshard(async_op=True)
         result = compute.forward_and_backward(loss_of)
@@ -433,6 +467,7 @@ def theirs(
         return {n: p.grad.to_local() for n, p in model.named_parameters() if p.grad is not None}
 
     def part(_: str, whole: Tensor) -> Tensor:
+        # fully_shard shards by `chunk`, which can return fewer chunks than there are ranks.
         rank, parts = dist.get_rank(), whole.chunk(dist.get_world_size())
         return parts[rank] if rank < len(parts) else whole[:0]
 

@@ -1,4 +1,4 @@
-"""Compute and links that sleep, so that ranks do not compete for cores."""
+"""Modelled links and modelled compute for benchmarks: both sleep, so ranks need few cores."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ __all__ = ["Link", "Paced", "linears_of"]
 
 @dataclass
 class Link:
-    """A modelled wire, on which all transfers of the channels that it slows queue.
+    """A modelled link of one rank: transfers of the channels that it slows run one after another.
 
-    A transfer of n bytes launched at t is there at max(t, end of the one before) + latency +
-    n / bandwidth, or when the real transfer is done, whichever is later. Waiting sleeps, so the
-    cores stay free for compute, as they do while a network card works.
+    A transfer of n bytes launched at time t ends at max(t, end of the transfer before it) + latency
+    + n / bandwidth, or when the real transfer ends, whichever is later. A wait sleeps until then,
+    so the cores are free for compute, as with a network card.
     """
 
     bytes_per_second: float
@@ -54,10 +54,11 @@ class Link:
 
 
 class Paced(WPCommunicator):
-    """Sleeps where a layer multiplies by its weight, then calls the communicator.
+    """Wraps a communicator: sleeps for `seconds(layer)` for each product of a layer and its weight.
 
-    `seconds` says how long a layer's product takes. A gradient that is reduced sleeps as well; one
-    that is added straight into the main gradient does not.
+    A product with the weight sleeps when the layer has used its gathered weight. A weight gradient
+    sleeps in `grad_hook`, before it is reduced. A weight gradient that is added straight into the
+    main gradient (weights of one rank: no `grad_hook`) does not sleep.
     """
 
     def __init__(self, communicator: WPCommunicator, seconds: Callable[[Any], float]) -> None:

@@ -9,7 +9,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 bash tools/setup_env.sh
 .venv/bin/python -m isp train configs/quickstart.yaml --nproc 4 "$@"
 case " $* " in
-    *" --job."*) ;; # elsewhere: the run has said how to generate from it
+    *" --job."*) ;; # the run is in another folder; its log says how to generate from it
     *) .venv/bin/python -m isp generate outputs/quickstart/latest --prompt "    def __init__(self, " \
         --max-new-tokens 300 --temperature 0.8 ;;
 esac

@@ -11,6 +11,6 @@ bash tools/setup_env.sh hf
 .venv/bin/python -m isp train configs/chat.yaml --nproc 4 "$@"
 cat <<'END'
 
-Ask the model a question (where the folder of the run was not changed):
+Ask the model a question (outputs/chat is the run's folder, unless an option changed it):
   .venv/bin/python -m isp generate outputs/chat/latest --chat --prompt "What is dumps in json?"
 END

@@ -1,14 +1,14 @@
 #!/usr/bin/env bash
 # Makes the virtual environment .venv with every version pinned by constraints.txt.
 #
-#   bash tools/setup_env.sh             what a run needs
-#   bash tools/setup_env.sh report hf   and what these extras of setup.py need: pictures
-#                                       of isp evaluate, Hugging Face tokenizers (others: data,
+#   bash tools/setup_env.sh             packages that a run needs
+#   bash tools/setup_env.sh report hf   also those of these extras of setup.py: pictures of isp
+#                                       evaluate, Hugging Face tokenizers (others: data,
 #                                       tensorboard, flash, peft)
-#   bash tools/setup_env.sh dev         and what tests, lints and types need
+#   bash tools/setup_env.sh dev         also those of tests, linters and type checks
 #
-# PYTHON chooses the interpreter. An environment made from the same files is reused; a stamp,
-# written last, tells, so that an interrupted set-up is simply done again.
+# PYTHON chooses the interpreter. An environment made from the same files is reused. A stamp, written
+# last, marks it as complete: an interrupted set-up is done again.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -16,7 +16,7 @@ known="$(sed -n '/extras_require/,/^    }/s/^        "\([a-z-]*\)": .*/\1/p' set
 for extra in "$@"; do
     case " $known " in
         *" $extra "*) ;;
-        *) echo "error: unknown set of packages '$extra': use some of $known, or nothing" >&2; exit 2 ;;
+        *) echo "error: unknown extra '$extra': name some of $known, or none" >&2; exit 2 ;;
     esac
 done
 

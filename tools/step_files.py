@@ -1,9 +1,9 @@
-"""How many files a training step runs through: what one has to read to know what it does.
+"""List the files whose code runs in a training step: those to read to understand a step.
 
     PYTHONPATH=. torchrun --nproc-per-node 4 tools/step_files.py
 
-Lists the files of isp/ and model/ in which a function is called in the second step of the
-quickstart, on rank 0.
+Prints the files of isp/ and model/ in which a function is called in the second step of the
+quickstart, on rank 0, and their number.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ WORDS = ["--training.steps=3", "--validation.freq=0", "--checkpoint.async_mode=d
 
 
 def main() -> None:
-    """Train for three steps, and print what the second one called."""
+    """Train for three steps, and print the files of functions that the second one called."""
     found: set[str] = set()
     take = Trainer._train_step
 
@@ -32,7 +32,7 @@ def main() -> None:
         found.add(frame.f_code.co_filename)
 
     def traced(trainer: Trainer, outputs: object) -> object:
-        sys.settrace(note if trainer.step == 1 else None)
+        sys.settrace(note if trainer.step == 1 else None)  # the first step also sets up
         try:
             return take(trainer, outputs)  # type: ignore[arg-type]
         finally:

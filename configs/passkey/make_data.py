@@ -1,6 +1,7 @@
-"""Writes passkey prompts with their answers, as bytes, for configs/passkey/passkey.yaml.
+"""Write passkey prompts and their answers as byte tokens, for configs/passkey/passkey.yaml.
 
-What is trained is what can be known: the key where it comes again, and the answer.
+Only what can be predicted from earlier text is trained: the key where the prompt repeats it, and
+the answer.
 """
 
 import argparse
@@ -13,14 +14,15 @@ from isp.data.tokenizer import ByteTokenizer
 from isp.evaluation.passkey import Passkey, PasskeyPrompts
 
 AGAIN = "Remember it. "
+"""The text of a prompt that comes before the key's repetition."""
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("output", type=Path)
-    parser.add_argument("--examples", type=int, default=30_000)
-    parser.add_argument("--longest", type=int, default=256, help="tokens")
-    parser.add_argument("--digits", type=int, default=3, help="of a key, at most")
+    parser.add_argument("output", type=Path, help="JSON lines file to write")
+    parser.add_argument("--examples", type=int, default=30_000, help="number of lines")
+    parser.add_argument("--longest", type=int, default=256, help="most tokens of an example")
+    parser.add_argument("--digits", type=int, default=3, help="most digits of a key")
     args = parser.parse_args()
     rng, encode = random.Random(0), ByteTokenizer().encode
     prompts = [
@@ -31,7 +33,8 @@ def main() -> None:
     with args.output.open("w") as file:
         for _ in range(args.examples):
             kind = rng.choice(prompts)
-            # Short ones are learned first and help with the others; long ones need most examples.
+            # Many short and many long prompts: short ones are learned first and help with longer
+            # ones, and the longest need the most examples.
             room = (args.longest - kind.shortest) * rng.random() ** rng.choice((0.4, 2))
             length = kind.shortest + int(room)
             passkey = kind.draw(rng, length=length, depth=rng.random())
@@ -40,10 +43,12 @@ def main() -> None:
 
 
 def text(passkey: Passkey) -> str:
+    """Return the prompt with its answer."""
     return passkey.prompt + passkey.answer
 
 
 def labels(passkey: Passkey) -> list[int]:
+    """Return a label for each byte: the byte itself in the key's repetition and the answer."""
     found = [IGNORE_INDEX] * len(text(passkey))
     again = passkey.prompt.index(AGAIN) + len(AGAIN)
     for begin, end in (

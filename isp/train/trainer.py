@@ -139,7 +139,8 @@ class Trainer:
         if self.optimizer.host_bytes:
             mib = f"{self.optimizer.host_bytes / 2**20:,.1f}"
             logger.info("optimizer   %s MiB of states per rank in host memory", mib)
-        logger.info("mfu         %s", describe_mfu(name, peak))
+        if peak is not None or device.type != "cpu":  # no peak of a CPU is known
+            logger.info("mfu         %s", describe_mfu(name, peak))
 
     def where(self) -> str:
         """Return the step and the phase that this rank is in, in words, for errors about memory."""

@@ -24,8 +24,8 @@ def test_an_unknown_extra_is_refused_before_anything_is_made() -> None:
     assert done.returncode == 2
     assert done.stdout == ""
     assert done.stderr == (
-        "error: unknown set of packages 'test': use some of data docs flash hf peft report"
-        " tensorboard trainer dev, or nothing\n"
+        "error: unknown extra 'test': name some of data docs flash hf peft report"
+        " tensorboard trainer dev, or none\n"
     )
 
 

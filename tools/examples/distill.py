@@ -1,9 +1,9 @@
-"""Distillation of a teacher's largest logits in your own loop, over any layout.
+"""Distill a teacher's largest logits into a student, in your own loop and any layout.
 
     torchrun --nproc-per-node 4 tools/examples/distill.py [CONFIG] [STEPS]
 
-Teacher and student are tiny Llamas of transformers, the student with half of the layers; the
-student learns which of the teacher's TOP tokens comes next, and how likely each of them is.
+Teacher and student are tiny Llamas of transformers; the student has half of the layers. It learns
+the teacher's probabilities of the TOP tokens that the teacher finds most likely.
 """
 
 import sys

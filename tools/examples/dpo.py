@@ -1,9 +1,9 @@
-"""Direct preference optimization in your own loop, over any layout.
+"""Train by direct preference optimization (DPO), in your own loop and any layout.
 
     torchrun --nproc-per-node 4 tools/examples/dpo.py [CONFIG] [STEPS]
 
-The policy and a frozen reference are a tiny Llama of transformers; a pair is a row whose second
-half repeats the first, which is preferred, and one whose second half does not.
+The policy and a frozen reference are a tiny Llama of transformers. In a pair, the second half of
+the chosen row repeats its first half; that of the rejected row is random.
 """
 
 import copy
@@ -21,7 +21,7 @@ SIZES = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "v
 
 
 def pairs(step: int, data_rank: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Chosen rows, then rejected ones, [2 PAIRS, 2 HALF], and the mask of their answers."""
+    """Return chosen rows, then rejected rows, [2 PAIRS, 2 HALF], and the mask of their answers."""
     generator = torch.Generator().manual_seed(1000 * step + data_rank)
     prompts, other = torch.randint(64, (2, PAIRS, HALF), generator=generator)
     rows = torch.cat([torch.cat([prompts, prompts], 1), torch.cat([prompts, other], 1)])

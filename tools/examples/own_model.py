@@ -1,6 +1,8 @@
-"""Sharded weights and Ulysses attention in your own model and loop, compared with plain torch.
+"""Use sharded weights and Ulysses attention in your own model and loop.
 
-torchrun --nproc-per-node 4 tools/examples/own_model.py
+    torchrun --nproc-per-node 4 tools/examples/own_model.py
+
+Compares the loss and all gradients with those of the same model in plain torch.
 """
 
 from functools import partial
@@ -49,7 +51,7 @@ communicator.begin(isp.sequential_actions(1))  # launches the first all-gathers
 loss = model(own).square().sum() / x.numel()
 loss.backward()
 communicator.finish()  # p.grad is this rank's rows of the gradient, summed over all ranks
-isp.sum_gradients(model, weight)  # those of the norms, which are not sharded
+isp.sum_gradients(model, weight)  # gradients of the norms, whose weights are not sharded
 expected = plain(x).square().mean()
 expected.backward()
 torch.testing.assert_close(weight.all_reduce(loss.detach()).wait(), expected.detach())

@@ -1,8 +1,8 @@
-"""transformers' Trainer over any layout.
+"""Train by transformers' `Trainer`, in any layout.
 
     torchrun --nproc-per-node 4 tools/examples/trainer.py [CONFIG] [STEPS]
 
-A tiny Llama of transformers is trained on sequences of unequal lengths, padded.
+Trains a tiny Llama of transformers on sequences of different lengths, which are padded.
 """
 
 import sys
