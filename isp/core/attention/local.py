@@ -114,7 +114,10 @@ class Place(NamedTuple):
 
 
 class _ByRows(NamedTuple, Generic[T]):
-    """A value for equal documents and one for packed rows [Note: Choice]."""
+    """A pair, such as of backends or times: for documents of equal length, and for packed rows.
+
+    See [Note: Choice] in docs/design/notes/attention.md.
+    """
 
     equal: T
     packed: T
@@ -163,7 +166,8 @@ def make_local_attention(
 def _choose_backend(place: Place, everyone: Channel) -> _ByRows[AttentionBackend]:
     """Return the backends that AUTO chooses, the same on all ranks."""
     faults: dict[AttentionBackend, str] = {}
-    # All backends, not only this device's candidates: ranks reduce tensors of one shape.
+    # Times of all backends, not only of this device's candidates: ranks with other GPUs have other
+    # candidates, and all ranks must reduce tensors of the same shape.
     times = dict.fromkeys(AttentionBackend, _ByRows(math.inf, math.inf))
     candidates = fastest_first(place.device, place.dtype)
     for backend in candidates:
@@ -171,8 +175,9 @@ def _choose_backend(place: Place, everyone: Channel) -> _ByRows[AttentionBackend
         if not faults[backend]:
             try:
                 times[backend] = _milliseconds(backend, place)
-            except Exception as error:  # such as out of memory
-                # Not raised: this rank must reach the all-reduce, or the others hang in it.
+            except Exception as error:
+                # Not raised, whether out of memory or a kernel's error: this rank must reach the
+                # all-reduce below, or the other ranks hang in it.
                 faults[backend] = first_line(error)[:200]
     if not candidates:
         logger.info("attention: %s (auto)", AttentionBackend.SDPA)
@@ -223,12 +228,14 @@ def _fault_on(backend: AttentionBackend, place: Place) -> str:
     Tries it once on a few tokens: an importable package may have kernels that are not built for
     this device, take other keywords, or have no backward.
     """
-    if backend is AttentionBackend.CUDNN:  # only cuDNN, without the fallback kernels
+    # Try cuDNN without the kernels that torch falls back to: they would hide that it cannot run.
+    if backend is AttentionBackend.CUDNN:
         return fault_of(partial(SdpaAttention, CUDNN_ALONE), place)
     return fault_of(partial(_make, backend, place.device, None), place)
 
 
-@torch.inference_mode(False)  # inference mode has no backward, and the choice serves training, too
+# Left, because a process that starts with inference may train later: the trial needs a backward.
+@torch.inference_mode(False)
 def fault_of(make: Callable[[], Callable[..., Tensor]], place: Place, **extras: Tensor) -> str:
     """Return the reason why `make()` cannot train with the arguments `extras`; empty if it can."""
     try:
@@ -241,7 +248,10 @@ def fault_of(make: Callable[[], Callable[..., Tensor]], place: Place, **extras: 
 
 @torch.inference_mode(False)
 def _milliseconds(backend: AttentionBackend, place: Place) -> _ByRows[float]:
-    """Return the time of a forward and backward, in milliseconds: per kind the least of 3."""
+    """Return the milliseconds of a forward and backward: one document, and packed documents.
+
+    Each time is the least of 3 repeats after a warm-up.
+    """
     attend = _make(backend, place.device, None)
     tensors = _tensors(place, _TIMED_TOKENS, max(1, _TIMED_HEADS // place.group))
 
@@ -258,7 +268,8 @@ def _milliseconds(backend: AttentionBackend, place: Place) -> _ByRows[float]:
         return min(times[1:])  # the first one warms up
 
     first, second, *rest = _TIMED_DOCUMENTS
-    # Each repeat has new lengths, as in training, so the time includes a plan for these lengths.
+    # Each repeat has documents of new lengths, as in training, so the time includes what a backend
+    # prepares for new lengths, such as cuDNN's plan.
     packed = [
         AttentionMask.of_documents([first + 8 * repeat, second - 8 * repeat, *rest])
         for repeat in range(4)

@@ -79,8 +79,9 @@ class RollCall:
             raise CollectiveTimeout(verdict).with_traceback(trace) from None
 
     def _verdict(self, store: Store, error: CollectiveError) -> str:
-        """Return the text of the verdict on the failure; empty if no rank has seen a timeout."""
-        # The launches tell other ranks whether this one had reached their collective.
+        """Return the error text on which all ranks agree; empty if no rank has seen a timeout."""
+        # From this rank's counts of launches, other ranks see whether it had reached the collective
+        # in which they wait.
         collective, launched = error.collective, dict[str, int]()
         for channel in self._channels:
             launched |= channel.progress()
@@ -116,14 +117,14 @@ class RollCall:
                 entries[rank] = _Entry.from_json(store.get(str(rank)).decode())
             if rank not in entries:
                 silent.append(rank)
-            elif not entries[rank].has_reached(collective):  # it waits in another collective
+            elif not entries[rank].has_reached(collective):  # the rank waits in another collective
                 to_ask += entries[rank].collective.ranks
         return sorted(silent)
 
     def _describe(
         self, collective: CollectiveCall, entries: dict[int, _Entry], silent: list[int]
     ) -> str:
-        """Return the error text: the collective, the missing ranks, and where these waited."""
+        """Return the error text: the collective, its missing ranks, and what they waited for."""
         others = [rank for rank in collective.ranks if rank != self._rank]
         missing = [r for r in others if r not in entries or not entries[r].has_reached(collective)]
         head = f"rank {self._rank}: {collective} did not end in time"

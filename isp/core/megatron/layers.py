@@ -248,7 +248,7 @@ class RowParallelLinear(_Linear):
             bias_layout=ParameterLayout(global_shape=(output_size,), reduce_over=Axis.DATA)
             if bias
             else None,
-            bias_after_move=True,  # once, not once on each rank
+            bias_after_move=True,  # added after the sum over ranks, or each rank would add it
             moves=moves_for(mode, Role.ROW, group, sequence_dim=sequence_dim),
             communicator=LocalWeights(),
             skip_bias_add=skip_bias_add,
@@ -274,7 +274,8 @@ class RowParallelLinear(_Linear):
             x = scatter_to_tensor_model_parallel_region(x, self.group)
         y = self.multiply(x, weight)
         bias: Tensor | None = self.bias
-        if bias is not None and self.sequence_parallel:  # backward all-reduces its gradient
+        if bias is not None and self.sequence_parallel:
+            # Each rank adds the bias to its own tokens, so backward all-reduces the bias gradient.
             bias = copy_to_tensor_model_parallel_region(bias, self.group)
         if bias is None or self.skip_bias_add:
             return y, bias

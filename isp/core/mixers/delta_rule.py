@@ -109,9 +109,9 @@ def _scan(
     if not len(q):
         return v, state
     size, length = min(_CHUNK[g.dim()], len(q)), len(q)
-    # Padded with zero tokens, which neither decay (g = 0) nor write.
+    # The last chunk is padded with zero tokens, which neither decay the state (g = 0) nor write.
     q, k, v, g, beta = (in_chunks(x, size) for x in (q, k, v, g, beta))  # [N, H, c, ..]
-    # Decay from before the chunk to each token, and from each token to each later one.
+    # `kept` is the decay from before the chunk to each token, `pair` from each token to each later.
     kept, pair = decays(g)  # [N, H, c] and [N, H, c, c], each with K if g has it
     if g.dim() == 3:
         kk, qk = (k @ k.mT) * pair, (q @ k.mT) * pair
@@ -124,7 +124,7 @@ def _scan(
     given = beta.unsqueeze(-1) * torch.cat((v, k * kept), -1)
     solved = torch.linalg.solve_triangular(system, given, upper=False, unitriangular=True)
     values, keys = solved.split((v.shape[-1], k.shape[-1]), -1)  # U and W
-    # Keys, decayed to the end of the chunk; and the decay over the whole chunk.
+    # `written` are the keys, decayed to the end of the chunk; `last` is the decay over all of it.
     written, last = k * pair[:, :, -1], kept[:, :, -1].unsqueeze(-1)  # last: [N, H, 1 or K, 1]
     outs = []
     # Only this loop over chunks is sequential: all else was computed for all chunks at once.

@@ -26,7 +26,7 @@ __all__ = [
 
 
 class Inputs(NamedTuple):
-    """The inputs of a scan: those of heads, those of groups of heads, and constants."""
+    """The inputs of a scan: one per head, one per group of heads, or the same for all tokens."""
 
     of_heads: tuple[Tensor, ...]
     """Inputs of each head, [T, H, ..]."""
@@ -56,7 +56,11 @@ class Inputs(NamedTuple):
 
 
 class Recurrence(Protocol):
-    """A linear recurrence, which scans the tokens of documents; splits of it use summaries."""
+    """A linear recurrence over the tokens of documents, such as the gated delta rule or Mamba.
+
+    If a document is split over ranks, each rank sends a summary of its slice, from which later
+    ranks compute the state before their own slices.
+    """
 
     def scan(
         self, inputs: Inputs, lengths: Sequence[int], initial: Tensor | None

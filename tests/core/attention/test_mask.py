@@ -102,5 +102,7 @@ def test_wrong_masks_are_refused() -> None:
     with pytest.raises(ValueError, match=r"int32 .* got torch.int64"):
         Mask(cu_seqlens=torch.tensor([0, 4]))
     for queries in (None, torch.tensor([0, 4, 5], dtype=torch.int32)):
-        with pytest.raises(ValueError, match=r"cu_seqlens_k must be like cu_seqlens, got .*\[2\]"):
+        with pytest.raises(
+            ValueError, match=r"cu_seqlens_k must have the dtype and shape of cu_seqlens, .*\[2\]"
+        ):
             Mask(cu_seqlens=queries, cu_seqlens_k=torch.tensor([0, 4], dtype=torch.int32))

@@ -40,7 +40,10 @@ class LseKernel(Protocol):
         lse: Tensor,
         mask: AttentionMask,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the gradients of q, k, v for these keys; `out` and `lse` are those of all keys."""
+        """Return the gradients of q, k and v for these keys.
+
+        `out` and `lse` are the merged results over all keys, not only over these.
+        """
         ...
 
 

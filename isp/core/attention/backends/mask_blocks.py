@@ -147,9 +147,9 @@ def document_blocks(
 ) -> list[MaskBlock]:
     """Return the blocks of one document, whose last query is aligned with its last key.
 
-    A document that needs no mask, or a causal square, is one block; other documents are cut into
-    blocks of `rows` queries, and so is a causal square of up to `split_up_to` queries. Queries that
-    see no key are in no block.
+    A document that needs no mask is one block, and so is a causal square (as many queries as keys)
+    of more than `split_up_to` queries. Other documents are cut into blocks of `rows` queries.
+    Queries that see no key are in no block.
     """
     offset = num_keys - num_queries
     # Query i sees key j if low <= j - i <= high; its own key is i + offset.
