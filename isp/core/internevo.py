@@ -209,7 +209,7 @@ class EmbeddingWeightParallelCommunicator(_Delegating):
         self.split_hidden = split_hidden
 
     def table_layout(self, vocab_size: int, hidden_size: int) -> ParameterLayout:
-        """Return the layout of this rank's part of the table."""
+        """Return how the table is cut over the weight group, and which part this rank has."""
         return ParameterLayout(
             global_shape=(vocab_size, hidden_size),
             dim=int(self.split_hidden),

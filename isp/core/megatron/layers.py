@@ -368,7 +368,7 @@ def _wrong_features(layer: ParallelModule, x: Tensor, expected: str, instead: st
 def _split(
     shape: tuple[int, ...], *, dim: int, group: Channel, segments: tuple[int, ...] = ()
 ) -> ParameterLayout:
-    """Return the layout of a parameter that is cut along `dim` over the ranks of `group`."""
+    """Return the `ParameterLayout` of a parameter that is cut along `dim` over `group`."""
     return ParameterLayout(
         global_shape=shape,
         dim=dim,
