@@ -51,7 +51,7 @@ def writable(x: Tensor) -> Tensor:
     `F.embedding` return views. Memory and version counter stay shared, so autograd still detects
     that a saved tensor was written into.
     """
-    # `detach` turns a view into a tensor that is none. Other tensors are returned as they are,
+    # The result of `detach` does not count as a view. Other tensors are returned as they are,
     # because `detach` takes time in every forward.
     return x.detach() if is_view(x) else x
 

@@ -41,7 +41,7 @@ __all__ = [
 
 T = TypeVar("T")
 
-_LARGEST = 2**31 - 1  # what an int32 holds
+_LARGEST = 2**31 - 1  # the largest int32
 _FLOAT32 = 1e30  # well below the largest float32, 3.4e38
 
 Count = Annotated[int, Field(ge=1, le=_LARGEST)]

@@ -44,7 +44,7 @@ from torch.nn.modules.dropout import _DropoutNd as AnyDropout
 
 # Replace parameters of a module, by name, in a context. Needed where something other than the
 # module's forward reads them. Public name: `torch.func.functional_call`, for one call of the
-# forward. If torch changes it, ranks compute with weights that are not theirs.
+# forward. If torch changes it, ranks compute with wrong weights.
 from torch.nn.utils.stateless import _reparametrize_module as reparametrized
 
 # See each operation below autograd, with its tensors. Public name: none; torch documents the class,

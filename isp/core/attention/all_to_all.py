@@ -255,7 +255,10 @@ def _assembled(
 
 
 def _summed(slices: Sequence[Tensor], cut: Cut) -> Tensor:
-    """Return the whole dim from slices that overlap, summed in rank order, in float32 or wider."""
+    """Return the tensor whose slices overlap in the cut dim: their sum at each index.
+
+    Slices are added in rank order, in float32 or wider.
+    """
     shape = list(slices[0].shape)
     shape[cut.dim] = cut.length
     dtype = torch.promote_types(slices[0].dtype, torch.float32)
@@ -354,7 +357,7 @@ def two_dims(channel: Channel, x: Tensor, scatter: int, gather: int) -> Exchange
     check_channel("channel", channel)
     scatter, gather = scatter % x.dim(), gather % x.dim()
     if scatter == gather:
-        raise ValueError(f"cannot scatter and gather the same dim {scatter}")
+        raise ValueError(f"cannot scatter and gather the same dim {scatter}: name two dims")
     size = channel.size
     spread = Cut.even(scatter, x.shape[scatter], size)
     return Exchange(channel, (spread,), Cut.even(gather, x.shape[gather] * size, size), _HEADS)

@@ -117,7 +117,7 @@ def attention(
         explicit = ExplicitAttention(scale=options.scale)
         return explicit(q, k, v, mask=mask, sinks=options.of_heads(q.shape[2]))
     local = _alone(q.device, q.dtype, q.shape[-1], scale)
-    # A copy, as kernels save their output for backward and a model may write into it.
+    # Return a copy: kernels save their output for backward, and a model may write into the result.
     return local(q, k, v, mask=AttentionMask(causal=causal, window=window)).clone()
 
 

@@ -97,7 +97,7 @@ def make_attention(
         logger.info("attention: layers with sinks use %s", AttentionBackend.SDPA)
         return SinkAttention(CpuAttention(scale=kind.scale))
     place = Place(device, dtype, kind.head_size, kind.group)
-    # Tried with sinks if the layer has them: `SinkAttention` cannot be called without.
+    # Try with sinks if the layer has them, because `SinkAttention` cannot be called without sinks.
     sinks = {"sinks": torch.zeros(kind.group, device=device, dtype=dtype)} if kind.sinks else {}
     missing = ""
     # One all-reduce for each candidate, also on ranks that cannot run it: ranks that skipped one

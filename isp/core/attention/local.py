@@ -166,8 +166,8 @@ def make_local_attention(
 def _choose_backend(place: Place, everyone: Channel) -> _ByRows[AttentionBackend]:
     """Return the backends that AUTO chooses, the same on all ranks."""
     faults: dict[AttentionBackend, str] = {}
-    # Times of all backends, not only of this device's candidates: ranks with other GPUs have other
-    # candidates, and all ranks must reduce tensors of the same shape.
+    # Keep times of all backends, not only of this device's candidates: ranks with other GPUs have
+    # other candidates, and all ranks must reduce tensors of the same shape.
     times = dict.fromkeys(AttentionBackend, _ByRows(math.inf, math.inf))
     candidates = fastest_first(place.device, place.dtype)
     for backend in candidates:
@@ -176,13 +176,13 @@ def _choose_backend(place: Place, everyone: Channel) -> _ByRows[AttentionBackend
             try:
                 times[backend] = _milliseconds(backend, place)
             except Exception as error:
-                # Not raised, whether out of memory or a kernel's error: this rank must reach the
+                # Do not raise, whether out of memory or a kernel's error: this rank must reach the
                 # all-reduce below, or the other ranks hang in it.
                 faults[backend] = first_line(error)[:200]
     if not candidates:
         logger.info("attention: %s (auto)", AttentionBackend.SDPA)
         return _ByRows(AttentionBackend.SDPA, AttentionBackend.SDPA)
-    # The greatest time over the ranks; infinite if one rank cannot run the backend.
+    # Take the greatest time over the ranks: it is infinite if one rank cannot run the backend.
     slowest = torch.tensor(list(times.values()), dtype=torch.float64)  # [backends, 2]
     slowest = everyone.all_reduce(slowest, op="max", tag=Tag(tensor="attention")).wait()
     times = {b: _ByRows(*each) for b, each in zip(times, slowest.tolist(), strict=True)}
@@ -211,9 +211,10 @@ def _choose_backend(place: Place, everyone: Channel) -> _ByRows[AttentionBackend
 
 
 def _fastest(times: dict[AttentionBackend, float]) -> AttentionBackend:
-    """Return the first backend whose time is close to the least; with determinism, the first.
+    """Return the first backend whose time is close to the least.
 
-    `times` are milliseconds, in the order of expected speed.
+    `times` are milliseconds, in the order of expected speed. With deterministic algorithms the
+    first backend is returned whatever its time, because a choice by times may differ between runs.
     """
     if torch.are_deterministic_algorithms_enabled():
         return next(iter(times), AttentionBackend.SDPA)
@@ -234,14 +235,14 @@ def _fault_on(backend: AttentionBackend, place: Place) -> str:
     return fault_of(partial(_make, backend, place.device, None), place)
 
 
-# Left, because a process that starts with inference may train later: the trial needs a backward.
+# Leave inference mode, because the trial needs a backward: the process may train later.
 @torch.inference_mode(False)
 def fault_of(make: Callable[[], Callable[..., Tensor]], place: Place, **extras: Tensor) -> str:
     """Return the reason why `make()` cannot train with the arguments `extras`; empty if it can."""
     try:
         mask = AttentionMask.of_documents([16, 32])
         _forward_and_backward(partial(make(), **extras), _tensors(place, 48, 1), mask)
-    except Exception as error:  # a package that compiles as it runs may raise anything
+    except Exception as error:  # catch everything: packages that compile kernels raise many types
         return first_line(error)[:200]
     return ""
 
@@ -265,7 +266,7 @@ def _milliseconds(backend: AttentionBackend, place: Place) -> _ByRows[float]:
             assert end is not None
             end.synchronize()
             times.append(float(start.elapsed_time(end)))
-        return min(times[1:])  # the first one warms up
+        return min(times[1:])  # the first run warms up and does not count
 
     first, second, *rest = _TIMED_DOCUMENTS
     # Each repeat has documents of new lengths, as in training, so the time includes what a backend

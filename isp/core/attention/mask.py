@@ -133,7 +133,7 @@ class AttentionMask:
         sizes = batch_size, query_length, key_length
         if self.cu_seqlens is None or sizes in self._covered:
             return
-        # `bounds` reads the tensor: on a device, the first check waits for it.
+        # If `cu_seqlens` is on a device, the first check waits for it, because `bounds` reads it.
         if self.cu_seqlens_k is not None:
             if batch_size != 1:
                 raise ValueError(

@@ -37,7 +37,7 @@ _TOGETHER_BELOW_BYTES = 4 << 20
 _MAX_EXCHANGES = 64
 """Number of cached exchanges; without a limit, ever new lengths of sequences would fill memory."""
 
-_HEADS, _SEQUENCE = 2, 1  # dims of [B, S, H, d]
+_HEADS, _SEQUENCE = 2, 1  # indices of the dims of [B, S, H, d]
 
 
 class DistributedAttention:

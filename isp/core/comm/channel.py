@@ -221,7 +221,7 @@ class Channel:
                 parts,
                 keep=(x, parts, out),
             ).then(lambda parts: _sum_in_rank_order(parts.view(self.size, *out.shape), out))
-        # The backend sums in the dtype of its input.
+        # Widen x first, because the backend sums in the dtype of its input.
         wide = x if x.dim() == out.dim() else x.flatten(0, 1)
         if wide.dtype != out.dtype:  # a `to` that converts nothing still costs a dispatch
             wide = wide.to(out.dtype)
@@ -269,7 +269,7 @@ class Channel:
         if self.size == 1:
             return Pending.ready(x)
         reduce_op = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}[op]
-        sent = x.nbytes * 2 * (self.size - 1) // self.size  # a reduce-scatter and an all-gather
+        sent = x.nbytes * 2 * (self.size - 1) // self.size  # as a reduce-scatter and an all-gather
         return self._launch(
             "all_reduce",
             tag,
@@ -508,7 +508,7 @@ def _sum_in_rank_order(received: Tensor, out: Tensor) -> Tensor:
     total = out if out.dtype == dtype else torch.empty_like(out, dtype=dtype)
     parts = list(received)
     if received.dtype == dtype and len(parts) > 1:
-        torch.add(parts.pop(0), parts.pop(0), out=total)  # saves a read and write of `total`
+        torch.add(parts.pop(0), parts.pop(0), out=total)  # both at once: `total` is not read
     else:
         total.copy_(parts.pop(0))
     for part in parts:

@@ -136,7 +136,8 @@ class HostMemory:
         """Return a flat buffer with x's dtype and at least x's elements."""
         free = self._free[x.dtype]
         free.sort(key=Tensor.numel)
-        place = bisect_left(free, x.numel(), key=Tensor.numel)  # the smallest that is large enough
+        # Index of the smallest free buffer that is large enough.
+        place = bisect_left(free, x.numel(), key=Tensor.numel)
         if place == len(free) > 0:  # all free buffers are too small: replace the largest
             self.channel.finish()  # a copy from or to the dropped buffer may still run
             self.reserved_bytes -= free.pop().nbytes

@@ -55,7 +55,7 @@ def zeros(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         if device.type == "cuda" and num_bytes:
             return _locked(size, dtype, device)
         return torch.zeros(size, dtype=dtype)
-    except (OSError, RuntimeError) as error:  # OSError by mmap, RuntimeError by torch's allocator
+    except (OSError, RuntimeError) as error:  # as mmap and torch's allocator raise
         raise MemoryError(_first_line(error)) from None
 
 

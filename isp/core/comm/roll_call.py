@@ -52,7 +52,7 @@ class RollCall:
 
     Its constructor is a collective over `host`, the channel of all ranks on CPU. `channels` is the
     list of this rank's channels, which may grow. `grace_seconds`: how long to wait for the entries
-    of other ranks. Texts give world ranks.
+    of other ranks. Error texts name ranks by their world ranks.
     """
 
     def __init__(self, host: Channel, channels: Sequence[Channel], *, grace_seconds: float) -> None:
@@ -73,7 +73,8 @@ class RollCall:
             return
         try:
             verdict = self._verdict(self._store, found)
-        except (RuntimeError, ValueError):  # the store ended with its rank: keep the first error
+        except (RuntimeError, ValueError):
+            # The rank of the store has ended, and the store with it: let the first error be raised.
             return
         if verdict:
             raise CollectiveTimeout(verdict).with_traceback(trace) from None
@@ -85,7 +86,7 @@ class RollCall:
         collective, launched = error.collective, dict[str, int]()
         for channel in self._channels:
             launched |= channel.progress()
-        # Written first: other ranks may be waiting for this entry.
+        # Write this rank's entry first, because other ranks may be waiting for it.
         store.set(str(self._rank), _Entry(collective, launched).to_json())
         # A lost connection means that another rank has ended, which may have written a verdict.
         if "timed out" not in str(error).lower():

@@ -87,8 +87,9 @@ class TimedTransfer:
 
         The returned function does not return before the time `arrival`, by which tools simulate a
         slow network (`Channel.arrival`). If the log `listens`, a callback records when `work` ends;
-        else the transfer counts as ended when the wait returns. A callback is registered only then:
-        if one is pending when the interpreter exits, gloo's thread calls it and the process aborts.
+        else the transfer counts as ended when the wait returns. Without a listener no callback is
+        registered, because gloo's thread would call one that is pending when the interpreter exits,
+        which aborts the process.
         """
 
         def note_end(_: object) -> None:
@@ -181,7 +182,7 @@ class _Timed(NamedTuple):
 
     def settle(self) -> None:
         """Fill in the times of the transfer; blocks the host until its events are complete."""
-        self.end.synchronize()  # `end` is on another stream: `finish` does not imply it
+        self.end.synchronize()  # on another stream, so `finish` may complete before it
         self.finish.synchronize()
         transfer = self.transfer
         # Short times between events are precise; only the launch is converted by the clock.
@@ -316,7 +317,7 @@ class CommLog:
             else:
                 under_way.append(timed)
         self._timed = under_way
-        # By `id`, as records are not hashable.
+        # Transfers are compared by `id`, because they are not hashable.
         unsettled = {id(timed.transfer) for timed in under_way}
         taken, self.transfers = self.transfers, []
         complete: list[TimedTransfer] = []

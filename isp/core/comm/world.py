@@ -125,9 +125,9 @@ def decided_by_rank_0(
 ) -> tuple[list[str], Store | None]:
     """Call `decide` on rank 0; return its result on all ranks, and the store for `World`.
 
-    For decisions that depend on files, which may differ between machines, before the world starts.
-    A ValueError or OSError of rank 0 is raised on all ranks, on the others as ValueError. The other
-    ranks also raise ValueError after `timeout_seconds` (comm.init_timeout_seconds).
+    Use it before the world starts, for decisions that depend on files: these may differ between
+    machines. A ValueError or OSError of rank 0 is raised on all ranks, on the others as ValueError.
+    The other ranks also raise ValueError after `timeout_seconds` (comm.init_timeout_seconds).
     """
     rank, size = rank_and_size()
     if size == 1:
@@ -140,7 +140,7 @@ def decided_by_rank_0(
             store.set(key, json.dumps([None, str(error)]))
             _wait_for_readers(store, key, size, timeout_seconds)
             raise
-        store.set(key, json.dumps([decided, ""]))  # a result and an empty fault
+        store.set(key, json.dumps([decided, ""]))  # the result, and no fault
         return decided, store
     try:
         found = store.get(key)
@@ -324,9 +324,9 @@ class Mesh:
         return self._groups[home]
 
     def _make_group(self, axis: Axis, name: str) -> dist.ProcessGroup | None:
-        """Return a new process group of this rank along `axis`, `name` in torch's messages.
+        """Return a new process group of this rank along `axis`; None if it has one rank.
 
-        Returns None for a group of one rank.
+        `name` is its name in torch's messages.
         """
         groups = self.topology.groups(axis)
         if all(len(ranks) == 1 for ranks in groups):

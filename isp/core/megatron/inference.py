@@ -86,7 +86,7 @@ class InferenceLayerNormColumnParallelLinear(nn.Module):
         self._out: Tensor | None = None
 
     def forward(self, x: Residual | Tensor) -> Tensor:
-        """Return y [S, B, O/p] for a residual, whose norm is computed here, or a norm [S, B, I]."""
+        """Return y [S, B, O/p] for a residual, which is normed here, or for normed x [S, B, I]."""
         if isinstance(x, Residual):
             if self.norm is None:
                 raise ValueError(
@@ -347,7 +347,10 @@ class InferenceWorkspace:
         return self._views_of(tokens).splits
 
     def residual(self, tokens: Sequence[int]) -> Residual:
-        """Return the workspace's residual, of which there is one, for tokens [S, B]; not filled."""
+        """Return the residual for tokens [S, B]; its values are not set yet.
+
+        A workspace has one residual buffer, which each call uses again.
+        """
         return self._views_of(tokens).residual
 
     def begin(self, x: Tensor) -> Residual:

@@ -69,7 +69,7 @@ class _Initialized(ParallelModule):
         """Fill the full weight by `init_method` and keep this rank's part; set the bias to zero."""
         for name, parameter in self.named_parameters(recurse=False):
             layout = self.layouts[name]
-            # In float32 on CPU, so that the values depend on neither dtype, device nor group size.
+            # Fill in float32 on CPU, so that values depend on neither dtype, device nor group size.
             full = torch.zeros(layout.global_shape, dtype=torch.float32, device=CPU)
             if name != "bias":
                 self.init_method(full)
@@ -79,7 +79,8 @@ class _Initialized(ParallelModule):
 class IntoMainGradients:
     """A route that adds the product of a weight gradient to the main gradient, without making dW.
 
-    `gradients` has `add_product`, like `MainGradients`. For weights that stay on their rank only.
+    `gradients` has a method `add_product`, like `MainGradients`. Use it only for weights that stay
+    on their rank: the gradient of a gathered weight must be reduced over the weight group first.
     """
 
     def __init__(self, gradients: ProductSink) -> None:
@@ -358,7 +359,10 @@ class VocabParallelEmbedding(_Initialized):
 
 
 def _wrong_features(layer: ParallelModule, x: Tensor, expected: str, instead: str) -> ValueError:
-    """Return the error for x with another number of features than `expected`."""
+    """Return the error for x with another number of features than `expected`.
+
+    `instead` says what the user can do.
+    """
     return ValueError(
         f"{layer.title}: x of shape {list(x.shape)} has {x.shape[-1]} features, expected"
         f" {expected}: {instead}"

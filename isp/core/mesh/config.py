@@ -29,7 +29,8 @@ class Mode(StrEnum):
     @property
     def splits_features(self) -> bool:
         """True if a linear computes the rank's share of the features (heads, hidden units,
-        vocabulary) of all its sequence's tokens, False if all features of the rank's tokens."""
+        vocabulary) for all tokens of a sequence, False if it computes all features for the tokens
+        of the rank."""
         return self is not Mode.ISP
 
     @property
@@ -73,7 +74,7 @@ class OverlapUnit(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class Prefetch:
-    """The settings of the prefetch plan, which depends only on them and on the model."""
+    """The settings of the prefetch plan, which depends on nothing else but the model."""
 
     unit: OverlapUnit = OverlapUnit.LAYER
     """The unit of prefetch in forward."""
@@ -182,7 +183,8 @@ class WeightConfig:
     @property
     def unused(self) -> list[str]:
         """Keys that were changed but have no effect, because weights are not gathered (size 1)."""
-        # vocab_parallel_loss has an effect without a weight group: it shards the loss over tensor.
+        # vocab_parallel_loss has an effect without a weight group, too: it shards the loss over the
+        # tensor group.
         alone = WeightConfig(vocab_parallel_loss=self.vocab_parallel_loss)
         keys = (item.name for item in fields(self)) if self.size == 1 else ()
         return [key for key in keys if getattr(self, key) != getattr(alone, key)]
@@ -284,7 +286,8 @@ class DevicePlacementConfig:
 
 @section("parallel.sequence_2D", KeyRole.PLACE)
 class Sequence2DConfig:
-    """`parallel.sequence_2D`: the tensor group as heads x context; used in isp mode only."""
+    """`parallel.sequence_2D`: the head ranks x context ranks over which a tensor group splits
+    attention; used in isp mode only."""
 
     enable: bool = False
     """Split the attention of a tensor group over head_size x context_size ranks."""
@@ -413,8 +416,8 @@ class ParallelConfig:
             return context
         if head is None:
             raise ValueError(
-                "parallel.sequence_2D.enable=true needs head_size or context_size: their product"
-                f" is parallel.tensor.size={self.tensor.size}"
+                "parallel.sequence_2D.enable=true needs head_size or context_size: set one of them"
+                f" to a divisor of parallel.tensor.size={self.tensor.size}"
             )
         return self.tensor.size // head
 

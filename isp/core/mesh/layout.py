@@ -166,7 +166,7 @@ class ParameterLayout:
     def joined(self, pieces: Tensor) -> Tensor:
         """Return the global tensor from the ranks' gathered `pieces`, concatenated along dim 0.
 
-        The result is a view of them, or a copy if there are several groups.
+        The result is a view of `pieces`, or a copy if there are several groups.
         """
         if self.groups > 1:
             # Each group's pieces may end in padding, which is dropped group by group.

@@ -77,7 +77,7 @@ class SequenceSplit:
     def order(self) -> _Ints:
         """Index in the row of each token of rank 0, slice by slice, then of rank 1, and so on: [S].
 
-        It is computed anew in each call, because splits stay in a cache for long and this takes 8
+        It is computed at each access, because splits stay in a cache for long and this takes 8
         bytes a token.
         """
         table = np.array([one for held in self.slices for one in held], np.int64).reshape(-1, 3)

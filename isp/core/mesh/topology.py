@@ -102,7 +102,8 @@ class Topology:
     def create(cls, world_size: int, parallel: ParallelConfig) -> Topology:
         """Return the topology of `parallel` on `world_size` ranks.
 
-        Raises ValueError, naming the key, if a size does not divide what it has to divide.
+        Raises ValueError, naming the key, if a size does not divide the number of ranks over which
+        its groups are made.
         """
         mode, tensor, pipeline = parallel.tensor.mode, parallel.tensor.size, parallel.pipeline.size
         # In other modes than isp, weights are cut over the tensor group.
@@ -209,8 +210,9 @@ class Topology:
     def channel_axis(self, axis: Axis) -> Axis:
         """Return the axis whose channel `axis` uses, because it has the same ranks and purpose.
 
-        It is tensor for head or context if one of them is all of tensor, weight for expert_weight
-        without expert parallelism, and `axis` itself in all other cases.
+        This is `axis` itself, with two exceptions. Head or context uses the channel of tensor if it
+        has all ranks of the tensor group. Without expert parallelism, expert_weight uses the
+        channel of weight.
         """
         if axis is Axis.EXPERT_WEIGHT and self.expert == 1:
             return Axis.WEIGHT
@@ -283,7 +285,7 @@ class Topology:
         return "\n".join([*lines, self._describe_process_groups()])
 
     def _shown(self, words: Iterable[str]) -> list[str]:
-        """Return `words`; of more than four in a large world, the first three and the last."""
+        """Return `words` for the log; in a large world only the first three and last of many."""
         every = list(words)
         if self.world_size <= _FULLY_SHOWN_RANKS or len(every) <= _SHOWN_WORDS:
             return every

@@ -37,7 +37,10 @@ in memory, so chunks are shorter."""
 
 @dataclass(frozen=True, kw_only=True)
 class DeltaRule:
-    """The scan of `isp.gated_delta_rule`: `of_heads` are v, g and beta, `of_groups` q and k."""
+    """The scan of `isp.gated_delta_rule`.
+
+    Of the `Inputs`, `of_heads` are v, g and beta, `of_groups` q and k.
+    """
 
     normalise: bool
     """True: q and k of each token are scaled to length 1."""
@@ -90,7 +93,7 @@ class DeltaRule:
         return v.shape[1] * k.shape[2] * v.shape[2]
 
     def flops(self, inputs: Inputs) -> int:
-        """Return the FLOPs of a token: products of a state with key and query, and its change."""
+        """Return the FLOPs of a token: products of a state with key and query, and its update."""
         v, k = inputs.of_heads[0], inputs.of_groups[1]
         return 6 * v.shape[1] * k.shape[2] * v.shape[2]
 
@@ -119,7 +122,7 @@ def _scan(
     else:
         kk = torch.einsum("nhik,nhjk,nhijk->nhij", k, k, pair)
         qk = torch.einsum("nhik,nhjk,nhijk->nhij", q, k, pair)
-    # (I + A) [U | W] = beta [v | k a], as in the docstring of this file: `system` is A.
+    # Solve (I + A) [U | W] = beta [v | k a] for U and W (see the top of this file): `system` is A.
     system = (beta.unsqueeze(-1) * kk).tril(-1)
     given = beta.unsqueeze(-1) * torch.cat((v, k * kept), -1)
     solved = torch.linalg.solve_triangular(system, given, upper=False, unitriangular=True)

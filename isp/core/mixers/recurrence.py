@@ -75,7 +75,7 @@ class Recurrence(Protocol):
         """Return the number of elements of a document's state, for all heads."""
 
     def flops(self, inputs: Inputs) -> int:
-        """Return the FLOPs of a token in forward: products with states and with their changes."""
+        """Return the FLOPs of a token in forward: updates of the state, and products with it."""
 
     def summary(self, inputs: Inputs, lengths: Sequence[int]) -> Tensor:
         """Return the summary of each segment, its transition and final state from zero: [n, F]."""
@@ -112,7 +112,7 @@ def by_segment(
 
 
 def decays(logarithms: Tensor) -> tuple[Tensor, Tensor]:
-    """Return decays within chunks of c tokens, given the logarithms [n, H, c, ..] of each token's.
+    """Return decays within chunks of c tokens, given the logarithms [n, H, c, ..] of token decays.
 
     The first result [n, H, c, ..] is the decay from before the chunk to each token. The second
     [n, H, c, c, ..] has at (i, j) the decay from token j to token i, which is 0 if j is later.
@@ -120,7 +120,7 @@ def decays(logarithms: Tensor) -> tuple[Tensor, Tensor]:
     size, rest = logarithms.shape[2], (1,) * (logarithms.dim() - 3)
     ones = torch.ones(size, size, dtype=torch.bool, device=logarithms.device)
     seen, later = (ones.tril(at).view(size, size, *rest) for at in (0, -1))
-    # Sums over the tokens after j up to i. Differences of the cumulative sums below would lose all
+    # Sum over the tokens after j up to i. Differences of the cumulative sums below would lose all
     # digits after a strong decay.
     between = logarithms.unsqueeze(3).where(later, 0).cumsum(2)
     return logarithms.cumsum(2).exp(), between.masked_fill_(~seen, -torch.inf).exp_()

@@ -187,7 +187,10 @@ def _bytes(x: Tensor) -> int:
 def _exchange(
     placement: Placement, cuts: Sequence[tuple[tuple[range, ...], int]], what: str
 ) -> Exchange:
-    """Return the exchange of tensors [T, H * width] for `cuts`: (heads of each rank, width)."""
+    """Return the exchange that shards the heads of tensors [.., H * width] and gathers all tokens.
+
+    `cuts` has for each tensor: the heads of each rank, and its elements of a token in one head.
+    """
     spread = tuple(
         Cut(1, tuple(range(r.start * width, r.stop * width) for r in heads))
         for heads, width in cuts

@@ -72,7 +72,7 @@ class _StateSpace:
         return x.shape[1:].numel() * B.shape[-1]
 
     def flops(self, inputs: Inputs) -> int:
-        """Return the FLOPs of a token: the change of a state, and its product with C."""
+        """Return the FLOPs of a token: the update of a state, and its product with C."""
         x, B = inputs.of_heads[0], inputs.of_groups[0]
         return 4 * x.shape[1:].numel() * B.shape[-1]
 
@@ -161,7 +161,7 @@ class Mamba2(_StateSpace):
         x, decay = x * dt.unsqueeze(-1), A * dt
         x, decay, B, C = (in_chunks(t, size) for t in (x, decay, B, C))  # [n, H, c, ..]
         kept, pair = decays(decay)  # [n, H, c], [n, H, c, c]
-        inside = ((C @ B.mT) * pair) @ x  # results from tokens of the same chunk
+        inside = ((C @ B.mT) * pair) @ x  # what a token reads of its own chunk
         # `written` is what a chunk adds to the state at its end. `asked` is C with decays, by which
         # the chunk's tokens read the state before the chunk.
         written = (x * pair[:, :, -1].unsqueeze(-1)).mT @ B  # [n, H, P, N]

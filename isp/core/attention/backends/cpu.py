@@ -99,7 +99,7 @@ def _attend(
     for block in blocks:
         result, logsumexp = cpu_attention(
             *_inputs(block, q, k, v),
-            0.0,  # dropout
+            0.0,  # no dropout
             block.is_causal_square,
             attn_mask=_mask(block, q),
             scale=scale,

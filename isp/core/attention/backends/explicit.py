@@ -111,7 +111,7 @@ class ExplicitAttention:
         logits = torch.einsum("rkgd,ckd->kgrc", grouped, k) * scale
         if self.softcap is not None:
             logits = self.softcap * torch.tanh(logits / self.softcap)
-        if sinks is not None and sinks.dim() == 3:  # profiles of a bias by distance
+        if sinks is not None and sinks.dim() == 3:  # `sinks` are profiles of a bias
             states, own_sink = more.split((sinks.shape[1], more.shape[-1] - sinks.shape[1]), -1)
             logits = logits + _by_distance(states, sinks, block).view(logits.shape)
             sinks = own_sink.permute(1, 0, 2) if own_sink.shape[-1] else None
@@ -130,7 +130,7 @@ class ExplicitAttention:
 def _by_distance(states: Tensor, profiles: Tensor, block: MaskBlock) -> Tensor:
     """Return the bias of logits: states [R, H, r], profiles [H, r, E] -> [H, R, C]."""
     queries, keys = (torch.arange(len(x), device=states.device) for x in (block.query, block.key))
-    back = queries.unsqueeze(1) + block.diagonal - keys  # tokens from a key to a query, [R, C]
+    back = queries.unsqueeze(1) + block.diagonal - keys  # tokens from key to query, [R, C]
     num_distances = profiles.shape[2]
     # Compute the bias of each query at all E distances, then pick each key's distance from these.
     at_each = torch.einsum("rhx,hxe->hre", states, profiles)

@@ -77,7 +77,7 @@ class FlashKernel:
         mask: AttentionMask,
     ) -> tuple[Tensor, Tensor, Tensor]:
         ends, longest = mask.cu_seqlens_on(q.device), mask.max_lengths
-        unused = (q.new_zeros(2, dtype=torch.uint64), q.new_empty(0))  # rng state of dropout
+        unused = (q.new_zeros(2, dtype=torch.uint64), q.new_empty(0))  # random state of dropout
         dq, dk, dv = flash_attention_backward(
             dout,
             q,

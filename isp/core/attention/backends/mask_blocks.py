@@ -99,7 +99,7 @@ def document_lengths(
     return tuple(zip(mask.lengths, mask.key_lengths, strict=True))
 
 
-@lru_cache(maxsize=64)  # all layers of a kind need the same blocks
+@lru_cache(maxsize=64)  # cached because all layers of a kind need the same blocks
 def blocks_of(
     lengths: tuple[tuple[int, int], ...],
     *,
@@ -178,7 +178,8 @@ def _block(
         0 if low is None else max(0, start + low),
         num_keys if high is None else min(num_keys, stop + high),
     )
-    # `low` and `high` count from the document's first query and key; a block's from its own.
+    # `low` and `high` count from the document's first query and key. The limits of a block count
+    # from the first query and key of the block.
     by = key.start - start
     visible = Visible(None if low is None else low - by, None if high is None else high - by)
     return MaskBlock(query, key, visible.within(len(query), len(key)), offset - by)

@@ -86,7 +86,7 @@ class _Sinks(Function):
         q, k, v, sinks, out, total = ctx.saved_tensors
         # Given `total` as lse, the kernel computes the weights of the softmax with the sink.
         grads = ctx.kernel.gradients(dout, q, k, v, out, total, ctx.mask)
-        # In pieces: all products in float32 at once would take twice the output's memory.
+        # Multiply in pieces: all products in float32 at once would take twice the output's memory.
         parts = zip(dout.split(_ROWS), out.split(_ROWS), strict=True)
         along = torch.cat([(a.to(total.dtype) * b).sum(-1) for a, b in parts])  # [T, H]
         d_sinks = -((sinks.to(total.dtype) - total).exp_() * along).sum(0)

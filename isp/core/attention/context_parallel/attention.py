@@ -167,7 +167,7 @@ class ContextAttention:
         # inputs are joined to the result: backward then reaches it on this rank, too.
         if not len(q):
             return joined(q.new_empty(*q.shape[:-1], v.shape[-1]), q, k, v, extras.get("sinks"))
-        # One row: the slices of all rows are the documents of `mask`.
+        # Pass one row. Its documents, as `mask` has them, are the slices of all rows.
         attended = self.local_attention(*(x[None] for x in (q, k, v)), mask=mask, **extras)
         return attended.squeeze(0)
 

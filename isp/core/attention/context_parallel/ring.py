@@ -39,7 +39,7 @@ __all__ = ["Ring", "ring_attention"]
 
 def ring_attention(q: Tensor, k: Tensor, v: Tensor, ring: Ring) -> Tensor:
     """Attend with q [T, h, d] to all ranks' keys; k, v [T, k, d] are this rank's -> [T, h, d]."""
-    # Keys and values in one tensor [T, 2, k, d]: each step sends one message.
+    # Put keys and values in one tensor [T, 2, k, d], so that each step sends one message.
     out: Tensor = _RingAttention.apply(q, torch.stack((k, v), 1), ring)
     return out
 
@@ -59,7 +59,7 @@ class Ring:
             )
             for step, route in enumerate(routes)
         )
-        # A step in which no rank receives anything is left out on all of them.
+        # All ranks leave out a step in which no rank receives anything.
         self.steps = [own, *(step for step in others if step.route.most_received)]
 
     def attend(self, q: Tensor, kv: Tensor) -> tuple[Tensor, Tensor]:

@@ -174,8 +174,8 @@ def gather_route(split: SequenceSplit, rank: int, *, causal: bool, window: int |
 def ring_routes(split: SequenceSplit, rank: int, *, causal: bool) -> tuple[Route, ...]:
     """Return a route for each ring step: at step t a rank sees keys of the t-th rank before it.
 
-    With `causal`, a slice sees all earlier keys of other ranks in its document, and no key of
-    another rank is inside of it. So only the first step, a rank's own keys, needs a causal mask.
+    With `causal`, keys of another rank in a slice's document are all before the slice, which sees
+    them all, or after it. So only the first step, a rank's own keys, needs a causal mask.
     """
     num_ranks, cut = len(split.slices), Slices.of(split)
     # In this function a place is an index into the tokens of all ranks, first those of rank 0, then
@@ -214,7 +214,7 @@ class _Held(NamedTuple):
 
 
 class _Sight(NamedTuple):
-    """The keys that each slice of all ranks sees, as ranges [low, high) of places."""
+    """For each slice of all ranks, the keys that it sees: places from `low` to `high` - 1."""
 
     rank: _Ints
     """Rank that has the slice."""
