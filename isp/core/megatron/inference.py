@@ -298,9 +298,10 @@ class InferenceWorkspace:
 
     Buffers are for up to `max_tokens` tokens in one forward. `group` is the channel of the ranks;
     the constructor is a collective over it. `size` is D, the model's hidden size. With
-    `split_tokens=False`, each rank always has all tokens between the linears, see [Note: Tokens
-    that are not split]. `symmetric_memory`: True requires it, None uses it if the devices have it,
-    False uses collectives of the channel. Raises ValueError if it is required and unavailable.
+    `split_tokens=False`, each rank always has all tokens between the linears: see
+    [Note: Tokens that are not split]. `symmetric_memory`: True requires it, None uses it if the
+    devices have it, False uses collectives of the channel. Raises ValueError if it is required and
+    unavailable.
     """
 
     def __init__(
