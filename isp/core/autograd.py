@@ -32,8 +32,8 @@ class Function(function.Function):
 def once_differentiable(backward: Callable[..., R]) -> Callable[..., R]:
     """Decorate the backward of an autograd function, so that differentiating it raises.
 
-    torch's decorator checks all tensors in every call and switches gradients off. They are on only
-    in a backward with `create_graph`, so only then does this one call torch's decorator.
+    torch's decorator of this name checks all tensors in every call, which costs time. It is needed
+    only in a backward with `create_graph`, in which grad mode is on: only then is it called here.
     """
     guarded: Callable[..., R] = function.once_differentiable(backward)
 
@@ -51,7 +51,8 @@ def writable(x: Tensor) -> Tensor:
     `F.embedding` return views. Memory and version counter stay shared, so autograd still detects
     that a saved tensor was written into.
     """
-    # `detach` only where needed: it costs a call in every forward.
+    # The result of `detach` does not count as a view. Other tensors are returned as they are,
+    # because `detach` takes time in every forward.
     return x.detach() if is_view(x) else x
 
 
@@ -66,7 +67,7 @@ class _Joined(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
-        # Made in backward: only shapes are kept until then.
+        # The zeros are made here, so that until backward only shapes are kept.
         zeros = (torch.zeros(shape, dtype=dtype, device=at) for shape, dtype, at in ctx.like)
         return d_out, *zeros
 

@@ -24,7 +24,9 @@ __all__ = ["BucketManager", "DataParallelBucket", "DataParallelNaive"]
 
 
 class _DataParallel(nn.Module):
-    """The base of both classes: main gradients that are reduced by the end of a backward pass.
+    """A module with main gradients that are reduced by the end of a backward pass.
+
+    The base of `DataParallelNaive` and `DataParallelBucket`.
 
     `finish` is called at the end of each backward pass in which a parameter gets a gradient.
     See [Note: End of backward] in docs/design/notes/communication.md.
@@ -54,7 +56,10 @@ class _DataParallel(nn.Module):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Accumulate gradients without reducing them; for all backward passes but a step's last."""
+        """Return a context in which backward accumulates gradients without reducing them.
+
+        Use it for all backward passes of a step except the last one.
+        """
         before, self._sync = self._sync, False
         try:
             with self._gradients.no_sync():
@@ -86,8 +91,11 @@ class _DataParallel(nn.Module):
         return self._gradients.grad(parameter)
 
     def _end_with_this_pass(self, _: Tensor) -> None:
-        """Let this backward pass call `finish` at its end; the hook of all parameters."""
-        if self._sync and not self._ending:  # the first gradient of the pass
+        """Make this backward pass call `finish` at its end.
+
+        Called as a hook after the gradient of any parameter; only the first call of a pass counts.
+        """
+        if self._sync and not self._ending:
             self._ending = True
             call_after_backward(self.finish)  # [Note: End of backward]
 
@@ -95,7 +103,7 @@ class _DataParallel(nn.Module):
     def _start_equal(self, channel: Channel) -> None:
         """Broadcast the weights and buffers of the channel's first rank to every replica."""
         tensors = [*self.module.named_parameters(), *self.module.named_buffers()]
-        # All are launched before the first is waited for.
+        # Launch all broadcasts before the wait for the first one.
         sent = [
             channel.broadcast_(x.detach(), tag=Tag(Purpose.PUBLISHED_WEIGHT, name))
             for name, x in tensors

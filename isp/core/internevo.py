@@ -81,7 +81,8 @@ class ISPOverlapState:
     @classmethod
     def of_chunks(cls, communicator: ISPCommunicator) -> list[ISPOverlapState]:
         """Return the state of each chunk; a shared weight is listed in its first chunk only."""
-        left = dict(communicator._gatherer.weights)  # popped below: a shared weight is listed once
+        # A weight is popped where it is listed first, so that a shared one is not listed again.
+        left = dict(communicator._gatherer.weights)
         return [
             cls(
                 tuple(
@@ -113,12 +114,15 @@ class ISPCommunicatorWrapper:
     def register_prerequisite_for_forward_prefetch_hooks(
         self, fn: Callable[[nn.Module], None]
     ) -> None:
-        """Register `fn` with each communicator.  Raises TypeError if `fn` is not callable."""
+        """Let each communicator call `fn` with a block before it gathers the block's weights.
+
+        Raises TypeError if `fn` is not callable.
+        """
         for communicator in self.communicators:
             communicator.register_prerequisite_for_forward_prefetch_hooks(fn)
 
     def begin(self, actions: Sequence[Action]) -> None:
-        """Follow the plans of `actions`, and launch their first gathers."""
+        """Begin a step that runs `actions`: launch the first gathers of each communicator."""
         for communicator in self.communicators:
             communicator.begin(actions)
 
@@ -147,7 +151,7 @@ class ISPCommunicatorWrapper:
 
 
 class _Delegating(WPCommunicator):
-    """A base class that forwards all calls to the communicator of the whole model."""
+    """The base of communicators for one layer: forwards calls to the whole model's communicator."""
 
     def __init__(self, communicator: WPCommunicator, weight: Channel) -> None:
         self.communicator = communicator
@@ -163,7 +167,7 @@ class _Delegating(WPCommunicator):
 
     @property
     def route(self) -> WeightGradientRoute | None:
-        """The route of the model's communicator, which all layers share."""
+        """Route of weight gradients in the model's communicator, which all layers share."""
         return self.communicator.route
 
     @route.setter
@@ -205,7 +209,7 @@ class EmbeddingWeightParallelCommunicator(_Delegating):
         self.split_hidden = split_hidden
 
     def table_layout(self, vocab_size: int, hidden_size: int) -> ParameterLayout:
-        """Return the layout of this rank's part of the table."""
+        """Return how the table is cut over the weight group, and which part this rank has."""
         return ParameterLayout(
             global_shape=(vocab_size, hidden_size),
             dim=int(self.split_hidden),

@@ -20,7 +20,7 @@ class MicroBatch:
     """The input of one forward; if packed, rows are joined to one, which `cu_seqlens` cuts."""
 
     tokens: Tensor
-    """int64 [1, B * S] if packed, else [B, S]."""
+    """Token ids, int64 [1, B * S] if packed, else [B, S]."""
 
     labels: Tensor
     """The token to predict at each place, or -100 for none; shape and dtype as `tokens`."""

@@ -28,7 +28,7 @@ __all__ = [
 
 
 class RngStream(StrEnum):
-    """The streams of `model_parallel_manual_seed`."""
+    """The names of the random streams that `model_parallel_manual_seed` makes."""
 
     EQUAL = "data-parallel-rng"
     """Stream for replicated activations, equal on all ranks with the same seed."""
@@ -69,11 +69,11 @@ class RngStatesTracker:
     def add(self, name: str, seed: int) -> None:
         """Add a stream. Raises ValueError if there is one of this name, or with this seed."""
         if name in self._streams:
-            raise ValueError(f"there is a random stream {name!r} already")
+            raise ValueError(f"there is a random stream {name!r} already: use another name")
         if seed in self._seeds:
             raise ValueError(
-                f"seed {seed} of random stream {name!r} has a stream already: the two would give"
-                f" the same numbers"
+                f"seed {seed} of random stream {name!r} is the seed of another stream, and the two"
+                f" would give the same numbers: use another seed"
             )
         self._seeds.add(seed)
         self._streams[name] = torch.Generator(self.device).manual_seed(seed).get_state()
@@ -103,7 +103,8 @@ class RngStatesTracker:
     def get_states(self) -> dict[str, Tensor]:
         """Return the state of each stream, as byte tensors in CPU memory, for a checkpoint."""
         states = {name: state.clone() for name, state in self._streams.items()}
-        if self._current is not None:  # inside of a fork, its saved state is outdated
+        # Inside of a fork, the generator has the newest state of the fork's stream.
+        if self._current is not None:
             states[self._current] = _get_state(self.device)
         return states
 
@@ -124,7 +125,8 @@ class RngStatesTracker:
                 probe.set_state(state)
             except (RuntimeError, TypeError) as error:
                 raise ValueError(
-                    f"random stream {name!r}: not the state of a {self.device.type} generator"
+                    f"random stream {name!r}: not the state of a {self.device.type} generator:"
+                    f" pass what get_states returned on a device of this type"
                 ) from error
         self._streams = {name: state.clone() for name, state in states.items()}
 
@@ -165,7 +167,7 @@ def model_parallel_manual_seed(
     `seed` must be equal on the ranks of a tensor group, and different between pipeline stages. The
     device's own generator is not changed: draw from `RngStream.EQUAL` where ranks must agree.
     """
-    # The offsets are those of Megatron-LM.
+    # The offsets of the seeds are the same as in Megatron-LM.
     tracker = RngStatesTracker(device)
     tracker.add(RngStream.EQUAL, seed)
     tracker.add(RngStream.PER_RANK, seed + 2718 + tensor_rank)

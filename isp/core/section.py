@@ -41,8 +41,8 @@ __all__ = [
 
 T = TypeVar("T")
 
-_LARGEST = 2**31 - 1  # what an int32 holds
-_FLOAT32 = 1e30  # far inside what a float32 holds
+_LARGEST = 2**31 - 1  # the largest int32
+_FLOAT32 = 1e30  # well below the largest float32, 3.4e38
 
 Count = Annotated[int, Field(ge=1, le=_LARGEST)]
 CountOrZero = Annotated[int, Field(ge=0, le=_LARGEST)]
@@ -87,20 +87,23 @@ class KeyRole(StrEnum):
 
 
 class Absent(NamedTuple):
-    """The annotation of a key that was added later and whose default changes an earlier run."""
+    """The annotation of a key that older saved configurations lack.
+
+    It is for a key whose default would change how a run from before the key existed continues.
+    """
 
     value: Any
-    """Value that the key gets in a saved configuration without it."""
+    """Value that the key gets if a saved configuration lacks it."""
 
 
 @dataclass_transform(kw_only_default=True, frozen_default=True, field_specifiers=(field,))
 def section(key: str, role: KeyRole | None = None) -> Callable[[type[T]], type[T]]:
     """Return a decorator that makes a class the frozen, keyword-only dataclass of section `key`.
 
-    `role` is the role of its keys; a key with another one is `Annotated` with it. The constructor
-    checks types and ranges of the fields, for values from a file and from Python, and raises
-    ValueError with a line for each fault. A class may extend another section: inherited keys keep
-    their roles and docs, and are listed after its own.
+    `role` is the `KeyRole` of the section's keys; a key with another role is `Annotated` with it.
+    The constructor of the dataclass checks types and ranges of the fields, for values from a file
+    and from Python, and raises ValueError with a line for each fault. A class may extend another
+    section: inherited keys keep their roles and docs, and are listed after its own.
     """
 
     def decorate(cls: type[T]) -> type[T]:
@@ -133,23 +136,23 @@ def section(key: str, role: KeyRole | None = None) -> Callable[[type[T]], type[T
 
 
 def _declare_inherited(cls: type) -> None:
-    """Declare the keys of the section that `cls` extends in `cls` too, with role and doc.
+    """Declare the keys that `cls` inherits from another section again in `cls`, with role and doc.
 
-    Without it, pydantic would lose the docs, and both classes would share each field's metadata.
+    Otherwise pydantic would lose the docs, and both classes would share each field's metadata.
     """
     (base,) = cls.__bases__
     if not is_dataclass(base):
         return
     docs, hints = docs_of(base), typing.get_type_hints(base, include_extras=True)
     for item in fields(base):
-        if item.name not in cls.__annotations__:  # else declared anew, with another type
+        if item.name not in cls.__annotations__:  # skip keys that `cls` gives another type
             hint, doc = hints[item.name], Field(description=docs[item.name])
             cls.__annotations__[item.name] = Annotated[hint, doc, role_of(base, item.name)]
             setattr(cls, item.name, copy.copy(item))
 
 
 def role_of(section: type, name: str) -> KeyRole | None:
-    """Return the role of the key `name` of a section; None if it has none, as a nested section."""
+    """Return the `KeyRole` of the key `name` of a section; None for a key that is a section."""
     role: KeyRole | None = section.__dataclass_fields__[name].metadata["role"]  # type: ignore[attr-defined]
     return role
 
@@ -166,13 +169,16 @@ def names_of(section: type) -> tuple[str, ...]:
 
 
 def absent_values(section: type) -> dict[str, Any]:
-    """Return values for a section's keys with `Absent`, where a saved configuration lacks them."""
+    """Return the section's keys that have an `Absent` annotation, each with its value.
+
+    These are the values that the keys get if a saved configuration lacks them.
+    """
     found = ((f.name, f.metadata["absent"]) for f in fields(section))
     return {name: absent.value for name, absent in found if absent is not None}
 
 
 def defaults_of(section: type, *roles: KeyRole) -> dict[str, Any]:
-    """Return the keys of a section that have one of these roles, with their defaults."""
+    """Return the defaults, by name, of the keys of a section whose `KeyRole` is one of `roles`."""
     return {f.name: f.default for f in fields(section) if role_of(section, f.name) in roles}
 
 
@@ -193,7 +199,7 @@ def describe_value(key: str, error: ErrorDetails, default: Any) -> str:
 
 
 def _describe(errors: Sequence[ErrorDetails], key: str, made: type) -> list[str]:
-    """Return an error line for each refused key; the first of several errors about one key."""
+    """Return an error line for each refused key; of several errors of a key only the first."""
     defaults = {f.name: f.default for f in fields(made)}
     lines: dict[str, str] = {}
     for error in errors:
@@ -207,6 +213,6 @@ def _describe(errors: Sequence[ErrorDetails], key: str, made: type) -> list[str]
             else:
                 fault = describe_value(path, error, defaults.get(name, MISSING))
             lines.setdefault(path, fault)
-        else:  # raised by __post_init__, about several keys
+        else:  # an error that `__post_init__` raised, which may be about several keys
             lines[""] = str(error["ctx"]["error"])
     return list(lines.values())

@@ -104,8 +104,9 @@ class Exchange:
     the transpose: where ranges overlap, it sums what the ranks send (in rank order, in float32 or
     wider).
 
-    The tensors differ only in the size of the spread dim. The message to a rank contains their
-    slices next to each other along that dim, so after arrival each is a view of it (for batch 1).
+    The tensors differ only in the size of the spread dim. The message to a rank contains the slices
+    of all tensors, concatenated along that dim, so for batch 1 each received tensor is a view into
+    the buffer of received messages.
     """
 
     channel: Channel
@@ -147,8 +148,9 @@ class Exchange:
         key = x.shape, back
         if key not in self._known:
             rank, ranks = self.channel.rank, range(self.channel.size)
-            # `go_out` sends `spread`: another rank's heads of our tokens. It receives `joined`: our
-            # heads of another rank's tokens. `go_back` does the reverse.
+            # `go_out` sends `spread`: messages of this rank's tokens with heads of another rank.
+            # It receives `joined`: messages of another rank's tokens with heads of this rank.
+            # `go_back` sends `joined` and receives `spread`.
             spread = [self._message_shape(x, other, rank) for other in ranks]
             joined = [self._message_shape(x, rank, other) for other in ranks]
             sent, received = (joined, spread) if back else (spread, joined)
@@ -159,7 +161,11 @@ class Exchange:
         return self._known[key]
 
     def _message_shape(self, x: Tensor, spread_rank: int, join_rank: int) -> list[int]:
-        """Return the shape of the message with one rank's spread slices, another's join slice."""
+        """Return the shape of a message between two ranks.
+
+        It has the slices of `spread_rank` in the spread dim of all tensors, concatenated, and the
+        slice of `join_rank` in the join dim.
+        """
         shape = list(x.shape)
         shape[self.spread[0].dim] = sum(len(cut.ranges[spread_rank]) for cut in self.spread)
         shape[self.join.dim] = len(self.join.ranges[join_rank])
@@ -194,9 +200,10 @@ def _pack(xs: Sequence[Tensor], cuts: Sequence[Cut], dim: int, shapes: list[list
         in_order = prod(xs[0].shape[:cut_dim]) == 1 and (len(xs) == 1 or cut_dim < dim)
         if not in_order:
             slices = [torch.unflatten(x, cut_dim, (size, -1)).movedim(cut_dim, 0) for x in xs]
-            dim += 1  # the ranks' dim is in front now
+            dim += 1  # because the dim of ranks was inserted in front
         whole = slices[0] if len(slices) == 1 else torch.cat(slices, dim)
-        return whole.reshape(-1).contiguous()  # an expanded gradient would have stride 0 here
+        # `contiguous`: a gradient from `expand` has stride 0, and a collective cannot send that.
+        return whole.reshape(-1).contiguous()
     # Uneven cuts: each message is written to its place in one buffer.
     flat = xs[0].new_empty(sum(prod(s) for s in shapes))
     for rank, message in enumerate(_message_views(flat, shapes)):
@@ -215,7 +222,10 @@ def _message_views(flat: Tensor, shapes: list[list[int]]) -> list[Tensor]:
 
 
 def _joined(received: Tensor, join: Cut, shapes: list[list[int]]) -> Tensor:
-    """Return all messages joined along `join.dim`; a view if even and if earlier dims are 1."""
+    """Return all messages joined along `join.dim`.
+
+    The result is a view if the cut is even and all dims before `join.dim` have size 1.
+    """
     if not join.is_even:
         return torch.cat(_message_views(received, shapes), join.dim)
     shape, dim = shapes[0], join.dim
@@ -245,7 +255,10 @@ def _assembled(
 
 
 def _summed(slices: Sequence[Tensor], cut: Cut) -> Tensor:
-    """Return the whole dim from slices that overlap, summed in rank order, in float32 or wider."""
+    """Return the tensor whose slices overlap in the cut dim: their sum at each index.
+
+    Slices are added in rank order, in float32 or wider.
+    """
     shape = list(slices[0].shape)
     shape[cut.dim] = cut.length
     dtype = torch.promote_types(slices[0].dtype, torch.float32)
@@ -256,7 +269,7 @@ def _summed(slices: Sequence[Tensor], cut: Cut) -> Tensor:
 
 
 class Reversible(Protocol):
-    """An exchange and its transpose, as `launch` calls them in forward and backward."""
+    """An exchange that `launch` can differentiate: forward calls `go_out`, backward `go_back`."""
 
     @property
     def channel(self) -> Channel:
@@ -266,7 +279,7 @@ class Reversible(Protocol):
         """Launch the transfer of xs, and return a function that waits for it."""
 
     def go_back(self, ys: Sequence[Tensor]) -> Arrival:
-        """Launch the transposed transfer, as for the gradients ys of what `go_out` returned."""
+        """Launch the transfer back: the transpose of `go_out`, which takes its gradients ys."""
 
 
 class _Transfer:
@@ -290,12 +303,14 @@ class _Depart(Function):
     def forward(ctx: Any, transfer: _Transfer, *xs: Tensor) -> Tensor:
         ctx.transfer = transfer
         transfer.arrival = transfer.there(xs)
-        return xs[0].new_empty(0)  # the ticket: it only connects the two nodes in the graph
+        # The ticket: an empty tensor that only connects the two nodes in autograd's graph.
+        return xs[0].new_empty(0)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, _: Tensor) -> tuple[Tensor | None, ...]:
-        # Reached after all nodes that overlap the transfer, which `_Arrive.backward` launched.
+        # `_Arrive.backward` launched the transfer of gradients. Autograd runs this node after all
+        # nodes that overlap that transfer, so waiting here blocks as late as possible.
         return None, *ctx.transfer.arrive()
 
 
@@ -317,8 +332,8 @@ class _Arrive(Function):
 def launch(exchange: Reversible, xs: Sequence[Tensor], *, reverse: bool = False) -> Arrival:
     """Launch the transfer of xs (`go_back` if `reverse`), and return a function that waits for it.
 
-    Call that function exactly once. Backward on every rank must reach the tensors it returns: the
-    ranks wait for each other there.
+    Call that function exactly once. On every rank, backward must reach the tensors that it returns:
+    the transfer of their gradients is a collective, and a missing rank blocks the others.
     See [Note: A transfer is two autograd nodes] in docs/design/notes/attention.md.
     """
     if exchange.channel.size == 1:
@@ -342,7 +357,7 @@ def two_dims(channel: Channel, x: Tensor, scatter: int, gather: int) -> Exchange
     check_channel("channel", channel)
     scatter, gather = scatter % x.dim(), gather % x.dim()
     if scatter == gather:
-        raise ValueError(f"cannot scatter and gather the same dim {scatter}")
+        raise ValueError(f"cannot scatter and gather the same dim {scatter}: name two dims")
     size = channel.size
     spread = Cut.even(scatter, x.shape[scatter], size)
     return Exchange(channel, (spread,), Cut.even(gather, x.shape[gather] * size, size), _HEADS)

@@ -57,7 +57,10 @@ class AttentionOptions(NamedTuple):
     `Relative.sinks` if there are any. None: no bias by distance."""
 
     def of_heads(self, num_heads: int) -> Tensor | None:
-        """Return what `ExplicitAttention` takes as `sinks`: sinks [H] or profiles [H, r, E]."""
+        """Return the `sinks` argument of `ExplicitAttention`: sinks [H] or profiles [H, r, E].
+
+        The profiles are equal for all heads, so they are expanded to `num_heads`.
+        """
         return self.sinks if self.profiles is None else self.profiles.expand(num_heads, -1, -1)
 
 
@@ -102,8 +105,8 @@ def attention(
     attend = _attend.get()
     options = AttentionOptions(causal, window, scale)
     if relative is not None:
-        # States are sent as features of q, so that one exchange brings both to the rank of a head.
-        # The default scale is that of q's own size.
+        # States become features of q, so that one exchange sends q and states to the rank that
+        # computes a head. The default scale is set here, from the head size of q without them.
         options = options._replace(scale=scale or q.shape[-1] ** -0.5, profiles=relative.profiles)
         sinks = [] if relative.sinks is None else [relative.sinks.unsqueeze(-1)]
         q = torch.cat([q, relative.states, *sinks], -1)
@@ -114,7 +117,7 @@ def attention(
         explicit = ExplicitAttention(scale=options.scale)
         return explicit(q, k, v, mask=mask, sinks=options.of_heads(q.shape[2]))
     local = _alone(q.device, q.dtype, q.shape[-1], scale)
-    # A copy, as kernels save their output for backward and a model may write into it.
+    # Return a copy: kernels save their output for backward, and a model may write into the result.
     return local(q, k, v, mask=AttentionMask(causal=causal, window=window)).clone()
 
 

@@ -31,7 +31,7 @@ class AttentionBackend(StrEnum):
 
     @property
     def package(self) -> str | None:
-        """The package that contains the backend; None: torch does."""
+        """The package that contains the backend; None if torch contains it."""
         return _PACKAGES.get(self, (None, ""))[0]
 
     @property

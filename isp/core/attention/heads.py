@@ -16,8 +16,8 @@ class HeadSplit:
 
     Each rank gets a run of consecutive query heads; the runs' lengths differ by at most one, and a
     rank may get none. No run crosses the end of a KV head's group if the number of ranks divides
-    that of KV heads or the reverse. A rank gets the KV heads that its query heads read, so a KV
-    head is replicated only if the query heads that share it are on several ranks.
+    the number of KV heads, or the reverse. A rank gets the KV heads that its query heads read, so a
+    KV head is replicated only if the query heads that share it are on several ranks.
 
         7 query heads, 7 KV heads, 4 ranks    12 query heads, 3 KV heads, 2 ranks
         query  0 1 | 2 3 | 4 5 | 6            query  0 1 2 3 4 5 | 6 7 8 9 10 11
@@ -27,7 +27,7 @@ class HeadSplit:
     query: tuple[range, ...]
     """Query heads of each rank."""
     kv: tuple[range, ...]
-    """KV heads of each rank; those of neighboring ranks may overlap."""
+    """KV heads of each rank; the ranges of neighboring ranks may overlap."""
     group: int
     """Number of query heads that share a KV head."""
 
@@ -52,8 +52,9 @@ class HeadSplit:
     def repeated_kv(self, rank: int) -> tuple[int, ...] | None:
         """Return indices of the rank's KV heads, repeated for local attention; None: not repeated.
 
-        Local attention shares each KV head between equally many query heads. A rank that has only
-        a part of some group repeats KV heads until that holds.
+        In local attention each KV head is shared by equally many query heads. A rank that has only
+        some query heads of a group breaks this rule, so it repeats KV heads until each copy is
+        shared by equally many.
         """
         owners = [head // self.group - self.kv[rank].start for head in self.query[rank]]
         shares = [len(list(run)) for _, run in groupby(owners)]
@@ -64,6 +65,7 @@ class HeadSplit:
 
 
 def _seen(query: range, group: int) -> range:
-    """Return the KV heads that `query` heads read, of which `group` share one KV head."""
+    """Return the KV heads that these query heads read; `group` query heads share one KV head."""
     first = query.start // group
-    return range(first, -(-query.stop // group) if query else first)  # stop rounds up
+    # Round the stop up: a rank that has a part of a group still needs the whole KV head.
+    return range(first, -(-query.stop // group) if query else first)

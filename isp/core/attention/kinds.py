@@ -78,8 +78,9 @@ def make_attention(
 ) -> LocalAttention:
     """Return attention of `kind` on a device; a collective over all ranks, `everyone`.
 
-    Attention with only a mask uses `backend`. For other features the log names the implementation,
-    and warns if it is not `backend`, or if CUDA runs the loop over blocks.
+    Attention with only a mask uses `backend`. For other features the log names the implementation.
+    It is a warning if that is not `backend`, or if no kernel on CUDA has the features, so that
+    `ExplicitAttention` loops over blocks in float32.
     """
     extras = kind.extras
     if not extras:
@@ -96,13 +97,14 @@ def make_attention(
         logger.info("attention: layers with sinks use %s", AttentionBackend.SDPA)
         return SinkAttention(CpuAttention(scale=kind.scale))
     place = Place(device, dtype, kind.head_size, kind.group)
-    # Tried with sinks if the layer has them: `SinkAttention` cannot be called without.
+    # Try with sinks if the layer has them, because `SinkAttention` cannot be called without sinks.
     sinks = {"sinks": torch.zeros(kind.group, device=device, dtype=dtype)} if kind.sinks else {}
     missing = ""
     # One all-reduce for each candidate, also on ranks that cannot run it: ranks that skipped one
     # would meet the others in different all-reduces.
     for name, make in _candidates(kind, backend, place).items():
-        # All ranks go through the same list, so it may have packages for other GPUs.
+        # All ranks go through the same list, so it may have packages that do not support this
+        # rank's GPU: skip them, but not the all-reduce.
         for_others = name in FLASH_PACKAGES and name not in fastest_first(device, dtype)
         fault = "not for this device" if for_others else fault_of(make, place, **sinks)
         failed = everyone.all_reduce(torch.tensor([bool(fault)]).float(), op="max", tag=_TAG)

@@ -114,7 +114,10 @@ class Place(NamedTuple):
 
 
 class _ByRows(NamedTuple, Generic[T]):
-    """A value for equal documents and one for packed rows [Note: Choice]."""
+    """A pair, such as of backends or times: for documents of equal length, and for packed rows.
+
+    See [Note: Choice] in docs/design/notes/attention.md.
+    """
 
     equal: T
     packed: T
@@ -163,7 +166,8 @@ def make_local_attention(
 def _choose_backend(place: Place, everyone: Channel) -> _ByRows[AttentionBackend]:
     """Return the backends that AUTO chooses, the same on all ranks."""
     faults: dict[AttentionBackend, str] = {}
-    # All backends, not only this device's candidates: ranks reduce tensors of one shape.
+    # Keep times of all backends, not only of this device's candidates: ranks with other GPUs have
+    # other candidates, and all ranks must reduce tensors of the same shape.
     times = dict.fromkeys(AttentionBackend, _ByRows(math.inf, math.inf))
     candidates = fastest_first(place.device, place.dtype)
     for backend in candidates:
@@ -171,13 +175,14 @@ def _choose_backend(place: Place, everyone: Channel) -> _ByRows[AttentionBackend
         if not faults[backend]:
             try:
                 times[backend] = _milliseconds(backend, place)
-            except Exception as error:  # such as out of memory
-                # Not raised: this rank must reach the all-reduce, or the others hang in it.
+            except Exception as error:
+                # Do not raise, whether out of memory or a kernel's error: this rank must reach the
+                # all-reduce below, or the other ranks hang in it.
                 faults[backend] = first_line(error)[:200]
     if not candidates:
         logger.info("attention: %s (auto)", AttentionBackend.SDPA)
         return _ByRows(AttentionBackend.SDPA, AttentionBackend.SDPA)
-    # The greatest time over the ranks; infinite if one rank cannot run the backend.
+    # Take the greatest time over the ranks: it is infinite if one rank cannot run the backend.
     slowest = torch.tensor(list(times.values()), dtype=torch.float64)  # [backends, 2]
     slowest = everyone.all_reduce(slowest, op="max", tag=Tag(tensor="attention")).wait()
     times = {b: _ByRows(*each) for b, each in zip(times, slowest.tolist(), strict=True)}
@@ -206,9 +211,10 @@ def _choose_backend(place: Place, everyone: Channel) -> _ByRows[AttentionBackend
 
 
 def _fastest(times: dict[AttentionBackend, float]) -> AttentionBackend:
-    """Return the first backend whose time is close to the least; with determinism, the first.
+    """Return the first backend whose time is close to the least.
 
-    `times` are milliseconds, in the order of expected speed.
+    `times` are milliseconds, in the order of expected speed. With deterministic algorithms the
+    first backend is returned whatever its time, because a choice by times may differ between runs.
     """
     if torch.are_deterministic_algorithms_enabled():
         return next(iter(times), AttentionBackend.SDPA)
@@ -223,25 +229,30 @@ def _fault_on(backend: AttentionBackend, place: Place) -> str:
     Tries it once on a few tokens: an importable package may have kernels that are not built for
     this device, take other keywords, or have no backward.
     """
-    if backend is AttentionBackend.CUDNN:  # only cuDNN, without the fallback kernels
+    # Try cuDNN without the kernels that torch falls back to: they would hide that it cannot run.
+    if backend is AttentionBackend.CUDNN:
         return fault_of(partial(SdpaAttention, CUDNN_ALONE), place)
     return fault_of(partial(_make, backend, place.device, None), place)
 
 
-@torch.inference_mode(False)  # inference mode has no backward, and the choice serves training, too
+# Leave inference mode, because the trial needs a backward: the process may train later.
+@torch.inference_mode(False)
 def fault_of(make: Callable[[], Callable[..., Tensor]], place: Place, **extras: Tensor) -> str:
     """Return the reason why `make()` cannot train with the arguments `extras`; empty if it can."""
     try:
         mask = AttentionMask.of_documents([16, 32])
         _forward_and_backward(partial(make(), **extras), _tensors(place, 48, 1), mask)
-    except Exception as error:  # a package that compiles as it runs may raise anything
+    except Exception as error:  # catch everything: packages that compile kernels raise many types
         return first_line(error)[:200]
     return ""
 
 
 @torch.inference_mode(False)
 def _milliseconds(backend: AttentionBackend, place: Place) -> _ByRows[float]:
-    """Return the time of a forward and backward, in milliseconds: per kind the least of 3."""
+    """Return the milliseconds of a forward and backward: one document, and packed documents.
+
+    Each time is the least of 3 repeats after a warm-up.
+    """
     attend = _make(backend, place.device, None)
     tensors = _tensors(place, _TIMED_TOKENS, max(1, _TIMED_HEADS // place.group))
 
@@ -255,10 +266,11 @@ def _milliseconds(backend: AttentionBackend, place: Place) -> _ByRows[float]:
             assert end is not None
             end.synchronize()
             times.append(float(start.elapsed_time(end)))
-        return min(times[1:])  # the first one warms up
+        return min(times[1:])  # the first run warms up and does not count
 
     first, second, *rest = _TIMED_DOCUMENTS
-    # Each repeat has new lengths, as in training, so the time includes a plan for these lengths.
+    # Each repeat has documents of new lengths, as in training, so the time includes what a backend
+    # prepares for new lengths, such as cuDNN's plan.
     packed = [
         AttentionMask.of_documents([first + 8 * repeat, second - 8 * repeat, *rest])
         for repeat in range(4)

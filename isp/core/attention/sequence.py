@@ -29,14 +29,19 @@ __all__ = ["SequenceRanks"]
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class SequenceRanks:
-    """The p tensor ranks as head x context ranks; with c = 1 every rank attends to whole rows."""
+    """The p ranks that share a sequence, as h head ranks x c context ranks (p = h c).
+
+    With c = 1, each rank attends with its heads to all tokens of a row.
+    """
 
     head: Channel
+    """Channel of this rank's head group, whose ranks exchange tokens for heads."""
     context: Channel
+    """Channel of this rank's context group, whose ranks have the same heads of other tokens."""
     windows: Windows = NO_WINDOWS
     """Attention windows of the model's layers; the split of tokens balances their work."""
     head_first: bool = True
-    """True if the ranks of a head group are neighbors, False if those of a context group are."""
+    """True if ranks of a head group are neighbors, False if ranks of a context group are."""
     exchange: ContextExchange = ContextExchange.GATHER
     """The way in which context ranks exchange keys and values."""
     scan: SequenceScan = SequenceScan.AUTO
@@ -86,16 +91,19 @@ class SequenceRanks:
         return [x.index_select(1, order) for x in rows]
 
     def lengths(self, rows: Tensor, cu_seqlens: Tensor | None) -> tuple[int, ...]:
-        """Return the lengths of the documents that one split covers: packed ones, or one row."""
+        """Return the lengths of the documents that one split covers.
+
+        These are all packed documents of the batch or, without `cu_seqlens`, one row as a document.
+        """
         return (rows.shape[1],) if cu_seqlens is None else tuple(cu_seqlens.diff().tolist())
 
     def order(self, lengths: tuple[int, ...]) -> Tensor:
-        """Return the positions [S] of rank 0's tokens in a row of documents, then of rank 1's, ..
+        """Return the indices [S], in a row of documents, of rank 0's tokens, then of rank 1's, ..
 
-        `lengths` are those of the documents. A context rank's tokens, in the order of its slices,
-        are cut evenly over its head ranks.
+        `lengths` are the lengths of the documents. A context rank's tokens, in the order of its
+        slices, are cut evenly over its head ranks.
         """
-        # The split orders tokens by context rank, each with the tokens of its head ranks in turn.
+        # The split orders tokens by context rank, and within a context rank by head rank.
         order = torch.from_numpy(self.split(lengths).order)
         if self.head_first:
             return order

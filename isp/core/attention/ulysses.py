@@ -37,7 +37,7 @@ _TOGETHER_BELOW_BYTES = 4 << 20
 _MAX_EXCHANGES = 64
 """Number of cached exchanges; without a limit, ever new lengths of sequences would fill memory."""
 
-_HEADS, _SEQUENCE = 2, 1  # dims of [B, S, H, d]
+_HEADS, _SEQUENCE = 2, 1  # indices of the dims of [B, S, H, d]
 
 
 class DistributedAttention:
@@ -78,10 +78,11 @@ class DistributedAttention:
     ) -> Tensor:
         """Attend with q [B, S/p, H, d] to k and v [B, S/p, K, d] -> [B, S/p, H, d].
 
-        `mask` is that of the full sequence. The head size of v, and so of the result, may be
-        smaller than that of q and k. `extras` are passed to the local attention: `sinks` [H], an
-        extra logit of each head without a value, or another tensor [H, ..] with values of each head
-        (q may then be wider than k); `chosen`, the keys of this rank's queries.
+        `mask` describes the full sequence. The head size of v, and so of the result, may be smaller
+        than the head size of q and k. `extras` are further arguments of the local attention:
+        `sinks` [H], an extra logit of each head without a value, or profiles [H, r, E] of a bias by
+        distance (q then has further features, see `ExplicitAttention`); `chosen`, the keys that
+        this rank's queries may see.
         Raises ValueError if K does not divide H.
         """
         if self.channel.size == 1:
@@ -97,7 +98,7 @@ class DistributedAttention:
             together = self._exchange((split.query, split.kv, split.kv), length, "qkv")
             q, k, v = exchanged(together, q, k, v)
         else:
-            # All three are launched before the first is waited for.
+            # Launch all three transfers before the wait for the first one.
             transfers = [
                 launch(self._exchange((heads,), length, label), (x,))
                 for x, heads, label in (
@@ -143,11 +144,14 @@ class DistributedAttention:
         extras: dict[str, Any],
     ) -> Tensor:
         """Attend with this rank's heads: q [B, S, h, d], k and v [B, S, k, d] -> [B, S, h, d]."""
-        if q.shape[_HEADS] == 0:  # backward must reach the exchange: the other ranks wait there
+        # Without heads nothing is computed. But the exchange in backward is a collective, so its
+        # inputs are joined to the result: backward then reaches it on this rank, too.
+        if q.shape[_HEADS] == 0:
             return joined(q.new_empty(*q.shape[:-1], v.shape[-1]), q, k, v, extras.get("sinks"))
         own, kv = split.query[self.channel.rank], split.kv[self.channel.rank]
         repeated = split.repeated_kv(self.channel.rank)
-        # Choices of single KV heads: take those of this rank's KV heads, repeated like these.
+        # If each KV head has its own choice of keys, select the choices of this rank's KV heads,
+        # and repeat them like the KV heads.
         if "chosen" in extras and extras["chosen"].numbers.shape[_HEADS] > 1:
             chosen = extras["chosen"]
             index = self._index(tuple(kv if repeated is None else (kv[i] for i in repeated)), q)
@@ -159,7 +163,8 @@ class DistributedAttention:
             extras["sinks"] = extras["sinks"][own.start : own.stop]
         return self._attend_here(q, k, v, mask, extras)
 
-    @torch.inference_mode(False)  # cached: an inference tensor could not be saved for backward
+    # The result is cached, and backward could not save an index made in inference mode.
+    @torch.inference_mode(False)
     def _index(self, heads: tuple[int, ...], like: Tensor) -> Tensor:
         """Return indices of heads as a tensor on the device of `like`; copied there once."""
         if (heads, like.device) not in self._sent:

@@ -92,7 +92,8 @@ class Channel:
         Raises TypeError if `group` is not a ProcessGroup, ValueError if this rank is not in it or
         it has no backend for the device.
         """
-        _check_group(group)  # refuses None, for which the constructor makes a channel of one rank
+        # Refuse None, for which the constructor would make a channel of one rank.
+        _check_group(group)
         return cls(group, name=name, log=log, device=device)
 
     @classmethod
@@ -118,7 +119,7 @@ class Channel:
         try:
             if dim is None:
                 raise KeyError("several dimensions")
-            group = mesh.get_group(dim)  # also of dimensions that were flattened, by name
+            group = mesh.get_group(dim)  # also finds flattened dimensions, by their names
         except (KeyError, IndexError, RuntimeError) as error:
             raise ValueError(
                 f"dim={dim!r} is no dimension of {mesh}: pass one of"
@@ -220,7 +221,7 @@ class Channel:
                 parts,
                 keep=(x, parts, out),
             ).then(lambda parts: _sum_in_rank_order(parts.view(self.size, *out.shape), out))
-        # The backend sums in the dtype of its input.
+        # Widen x first, because the backend sums in the dtype of its input.
         wide = x if x.dim() == out.dim() else x.flatten(0, 1)
         if wide.dtype != out.dtype:  # a `to` that converts nothing still costs a dispatch
             wide = wide.to(out.dtype)
@@ -268,7 +269,7 @@ class Channel:
         if self.size == 1:
             return Pending.ready(x)
         reduce_op = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}[op]
-        sent = x.nbytes * 2 * (self.size - 1) // self.size  # a reduce-scatter and an all-gather
+        sent = x.nbytes * 2 * (self.size - 1) // self.size  # as a reduce-scatter and an all-gather
         return self._launch(
             "all_reduce",
             tag,
@@ -330,7 +331,7 @@ class Channel:
         if x.shape[dim] % self.size:
             raise ValueError(
                 f"dim {dim} of shape {tuple(x.shape)} is not divisible by the {self.size} ranks"
-                f" of the {self.name or 'channel'} group"
+                f" of the {self.name or 'channel'} group: pad it"
             )
         chunks: Tensor = x.unflatten(dim, (self.size, -1)).movedim(dim % x.dim(), 0)
         return chunks.contiguous()
@@ -349,7 +350,8 @@ class Channel:
         """Count the transfer, start it, and return a `Pending` of `out`.
 
         `keep`: tensors that the transfer reads and writes, kept alive until the wait
-        [Note: Lifetime of tensors in flight]. `pair`: the key of `_launched`.
+        [Note: Lifetime of tensors in flight]. `pair`: (sender, receiver) of a send or recv, by
+        which such transfers are counted; empty for a collective.
         """
         self._launched[pair] += 1
         wait: Callable[[], object]
@@ -430,7 +432,8 @@ class DryChannel(Channel):
         sum_locally: bool = False,
     ) -> None:
         super().__init__(None, name=name, sum_locally=sum_locally)
-        # Overwrites the size of 1: with it, collectives would return x and launch nothing.
+        # Overwrite the size, which is 1 without a process group: with size 1, collectives would
+        # return x and launch nothing.
         self.size = size
         self.rank = rank
         self.listener = listener
@@ -505,7 +508,7 @@ def _sum_in_rank_order(received: Tensor, out: Tensor) -> Tensor:
     total = out if out.dtype == dtype else torch.empty_like(out, dtype=dtype)
     parts = list(received)
     if received.dtype == dtype and len(parts) > 1:
-        torch.add(parts.pop(0), parts.pop(0), out=total)  # saves a read and write of `total`
+        torch.add(parts.pop(0), parts.pop(0), out=total)  # both at once: `total` is not read
     else:
         total.copy_(parts.pop(0))
     for part in parts:

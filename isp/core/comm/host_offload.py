@@ -63,13 +63,17 @@ class HostChannel(Channel):
             streams.follow(self._stream)  # the current stream may still be computing x
             with streams.on(self._stream):
                 out.copy_(x, non_blocking=True)
-                streams.in_use(out, x)  # or the allocator could reuse them before the copy ends
+                # Or the allocator could reuse the memory of `out` and x before the copy ends.
+                streams.in_use(out, x)
                 return streams.mark(self._device)  # an event has `wait`, like a dist.Work
 
         return self._launch(kind, tag, x.nbytes, start, out, keep=())
 
     def forget(self, pending: Pending) -> None:
-        """Release `pending` without a wait of compute: only the copy stream waits, in its order."""
+        """Wait for `pending` on the copy stream only, so that compute does not wait for the copy.
+
+        The copy stream runs its copies in order, so later copies see the result.
+        """
         with streams.on(self._stream):
             pending.wait()
 
@@ -132,9 +136,10 @@ class HostMemory:
         """Return a flat buffer with x's dtype and at least x's elements."""
         free = self._free[x.dtype]
         free.sort(key=Tensor.numel)
-        place = bisect_left(free, x.numel(), key=Tensor.numel)  # the smallest that is large enough
+        # Index of the smallest free buffer that is large enough.
+        place = bisect_left(free, x.numel(), key=Tensor.numel)
         if place == len(free) > 0:  # all free buffers are too small: replace the largest
-            self.channel.finish()  # a copy from or to it may still run
+            self.channel.finish()  # a copy from or to the dropped buffer may still run
             self.reserved_bytes -= free.pop().nbytes
             self.num_buffers -= 1
         buffer = free.pop(place) if place < len(free) else self._make(x)
@@ -172,11 +177,11 @@ class Stored:
         self._channel, self._tag = memory.channel, tag
         self._here: Pending | None = Pending.ready(x)
         buffer = memory._lend(x)
-        # Not at interpreter exit, when CUDA may be gone.
+        # atexit=False: do not return the buffer at interpreter exit, when CUDA may be gone.
         weakref.finalize(self, memory._take_back, buffer).atexit = False
         self._buffer = buffer[: x.numel()].view(x.shape)
         self._device = x.device
-        # No compute stream reads the host copy: `fetch` reads it on the copy stream, in order.
+        # Compute need not wait for the copy: only `fetch` reads it, later on the same copy stream.
         self._channel.forget(self._channel.copy(self._buffer, x, kind=TO_HOST, tag=tag))
 
     def leave(self) -> None:

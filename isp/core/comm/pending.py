@@ -57,7 +57,9 @@ class Pending:
             self._finish = self._result = None
             found = finish()
             self._result = result = found if result is None else result
-            if self._keep:  # the transfer may still run [Note: Lifetime of tensors in flight]
+            # On CUDA the transfer may still run: keep its tensors from being reused before it ends
+            # [Note: Lifetime of tensors in flight].
+            if self._keep:
                 streams.in_use(*self._keep)
                 self._keep = ()
         if result is None:
@@ -65,7 +67,10 @@ class Pending:
         return result
 
     def then(self, fn: Callable[[Tensor], Tensor]) -> Pending:
-        """Return a `Pending` of `fn(tensor)`; `fn` runs in its first `wait`, now if `waited`."""
+        """Return a `Pending` of `fn(tensor)`.
+
+        `fn` runs in the first `wait` of the returned `Pending`, or at once if no wait is needed.
+        """
         if self._finish is None:
             return Pending(result=fn(self.wait()))
         return Pending(lambda: fn(self.wait()))

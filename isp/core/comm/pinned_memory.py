@@ -55,7 +55,7 @@ def zeros(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         if device.type == "cuda" and num_bytes:
             return _locked(size, dtype, device)
         return torch.zeros(size, dtype=dtype)
-    except (OSError, RuntimeError) as error:  # OSError by mmap, RuntimeError by torch's allocator
+    except (OSError, RuntimeError) as error:  # as mmap and torch's allocator raise
         raise MemoryError(_first_line(error)) from None
 
 
@@ -137,24 +137,28 @@ def total_bytes() -> int | None:
 
 
 def _locked(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return `size` zeros in pages of their own, locked in place, or by torch's pinned allocator.
+    """Return `size` zeros in page-locked memory.
 
-    Raises MemoryError if both fail.
+    New pages are mapped and then locked; if that fails, torch's pinned allocator is used. Raises
+    MemoryError if both fail.
     """
     num_bytes = size * dtype.itemsize
-    pages = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # zeros
-    with suppress(OSError):  # a kernel without huge pages
-        pages.madvise(mmap.MADV_HUGEPAGE)  # fewer pages to lock
+    # The kernel fills new pages with zeros.
+    pages = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    # Huge pages are fewer pages to lock; kernels without them raise OSError.
+    with suppress(OSError):
+        pages.madvise(mmap.MADV_HUGEPAGE)
     # The tensor owns `owner`, and `owner` the pages: its finalizer unlocks them before the unmap.
     owner = (ctypes.c_byte * num_bytes).from_buffer(pages)
     memory, address = torch.frombuffer(owner, dtype=dtype), ctypes.addressof(owner)
     cuda = torch.cuda.cudart()
     code = cuda.cudaHostRegister(address, num_bytes, _PORTABLE)
     if code == cuda.cudaError.success:
-        weakref.finalize(owner, cuda.cudaHostUnregister, address).atexit = False  # CUDA may be gone
+        # atexit=False: at interpreter exit CUDA may be gone.
+        weakref.finalize(owner, cuda.cudaHostUnregister, address).atexit = False
         return memory
     why = cuda.cudaGetErrorString(code)
-    _clear_error(device)  # else the next kernel launch would raise it
+    _clear_error(device)  # or the next kernel launch would raise the error of cudaHostRegister
     del memory, owner, pages
     try:
         memory = torch.zeros(size, dtype=dtype, pin_memory=True)

@@ -52,7 +52,7 @@ class RollCall:
 
     Its constructor is a collective over `host`, the channel of all ranks on CPU. `channels` is the
     list of this rank's channels, which may grow. `grace_seconds`: how long to wait for the entries
-    of other ranks. Texts give world ranks.
+    of other ranks. Error texts name ranks by their world ranks.
     """
 
     def __init__(self, host: Channel, channels: Sequence[Channel], *, grace_seconds: float) -> None:
@@ -73,18 +73,20 @@ class RollCall:
             return
         try:
             verdict = self._verdict(self._store, found)
-        except (RuntimeError, ValueError):  # the store ended with its rank: keep the first error
+        except (RuntimeError, ValueError):
+            # The rank of the store has ended, and the store with it: let the first error be raised.
             return
         if verdict:
             raise CollectiveTimeout(verdict).with_traceback(trace) from None
 
     def _verdict(self, store: Store, error: CollectiveError) -> str:
-        """Return the text of the verdict on the failure; empty if no rank has seen a timeout."""
-        # The launches tell other ranks whether this one had reached their collective.
+        """Return the error text on which all ranks agree; empty if no rank has seen a timeout."""
+        # From this rank's counts of launches, other ranks see whether it had reached the collective
+        # in which they wait.
         collective, launched = error.collective, dict[str, int]()
         for channel in self._channels:
             launched |= channel.progress()
-        # Written first: other ranks may be waiting for this entry.
+        # Write this rank's entry first, because other ranks may be waiting for it.
         store.set(str(self._rank), _Entry(collective, launched).to_json())
         # A lost connection means that another rank has ended, which may have written a verdict.
         if "timed out" not in str(error).lower():
@@ -116,14 +118,14 @@ class RollCall:
                 entries[rank] = _Entry.from_json(store.get(str(rank)).decode())
             if rank not in entries:
                 silent.append(rank)
-            elif not entries[rank].has_reached(collective):  # it waits in another collective
+            elif not entries[rank].has_reached(collective):  # the rank waits in another collective
                 to_ask += entries[rank].collective.ranks
         return sorted(silent)
 
     def _describe(
         self, collective: CollectiveCall, entries: dict[int, _Entry], silent: list[int]
     ) -> str:
-        """Return the error text: the collective, the missing ranks, and where these waited."""
+        """Return the error text: the collective, its missing ranks, and what they waited for."""
         others = [rank for rank in collective.ranks if rank != self._rank]
         missing = [r for r in others if r not in entries or not entries[r].has_reached(collective)]
         head = f"rank {self._rank}: {collective} did not end in time"

@@ -36,7 +36,8 @@ _HERE = nullcontext()
 
 @cache
 def _has_streams(device: torch.device) -> bool:
-    has: bool = device.type == "cuda"  # cached: torch builds the string `type` at each access
+    # The function is cached because torch builds the string `type` anew at each access.
+    has: bool = device.type == "cuda"
     return has
 
 

@@ -70,17 +70,18 @@ class SymmetricRows:
     def reduce_scatter(self, x: Tensor, out: Tensor, _: Tag) -> None:
         """Sum x [n, D] over the ranks and write this rank's slice into out [n/p, D].
 
-        x must be the first n of `rows`, on each rank.
+        On each rank, x must be the view of the first n rows of `self.rows`.
         """
         self._ops.reduce_scatter_out(x.view(-1), self._group_name, False, out.view(-1))
 
     def all_gather(self, x: Tensor, out: Tensor, _: Tag) -> None:
         """Gather the ranks' x [n/p, D] into out [n, D].
 
-        `out` must be the first n of `rows`, on each rank, and x this rank's slice of `out`.
+        On each rank, `out` must be the view of the first n rows of `self.rows`, and x this rank's
+        slice of `out`.
         """
         self._ops.multimem_all_gather_out(x, self._group_name, out)
 
     def all_reduce(self, x: Tensor, _: Tag) -> None:
-        """Sum x [n, D], the first n of `rows`, over the ranks, in place."""
+        """Sum x [n, D], the view of the first n rows of `self.rows`, over the ranks, in place."""
         self._ops.multimem_all_reduce_(x, "sum", self._group_name)

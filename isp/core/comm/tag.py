@@ -94,7 +94,7 @@ class Transfer(NamedTuple):
     """all_gather, reduce_scatter, all_to_all, all_reduce, broadcast, send or recv; to_host or
     from_host for copies of one rank."""
     channel: str
-    """Name of the channel, usually that of its mesh axis; `offload` for copies of one rank."""
+    """Name of the channel, usually the name of its axis; `offload` for copies of one rank."""
     tag: Tag
     sent_bytes: int
     """Bytes that this rank must send to other ranks, by the definition of the collective."""

@@ -63,7 +63,7 @@ class TimedTransfer:
     def began(self) -> float:
         """Return the time from which the transfer counts as in flight.
 
-        That is its launch; for a send or recv, the begin of the wait: receives are posted long
+        This is the launch or, for a send or recv, the begin of the wait: receives are posted long
         before the sender is ready, and gloo does not report the end of a send or recv.
         """
         return self.wait_began if self.is_between_two else self.launched
@@ -85,9 +85,11 @@ class TimedTransfer:
     ) -> Callable[[], None]:
         """Return a function that calls `wait`, which blocks until `work` ends, and records times.
 
-        It does not return before `arrival`. If the log `listens`, a callback records when `work`
-        ends, else the transfer counts as ended when the wait returns: a callback that is pending
-        when the interpreter exits is called from a thread of gloo, and aborts the process.
+        The returned function does not return before the time `arrival`, by which tools simulate a
+        slow network (`Channel.arrival`). If the log `listens`, a callback records when `work` ends;
+        else the transfer counts as ended when the wait returns. Without a listener no callback is
+        registered, because gloo's thread would call one that is pending when the interpreter exits,
+        which aborts the process.
         """
 
         def note_end(_: object) -> None:
@@ -104,7 +106,8 @@ class TimedTransfer:
             if (left := arrival - time.perf_counter()) > 0:
                 time.sleep(left)
             self.exposed = time.perf_counter() - begin
-            self.ended = self.ended or begin + self.exposed  # unless `note_end` has set it
+            # If `note_end` has set the end, keep it: it is more exact than the end of the wait.
+            self.ended = self.ended or begin + self.exposed
             self.waited = True
 
         return timed
@@ -132,7 +135,7 @@ class DeviceClock:
         """Stream that was current when the clock was made. A wait on any other delays no compute,
         and counts as not exposed."""
         self._zero = self.mark()
-        self._zero.synchronize()  # so that the host's time below is that of the event
+        self._zero.synchronize()  # so that the host reads its clock when the event completes
         self._seconds = time.perf_counter()
 
     def mark(self) -> streams.Event:
@@ -145,7 +148,8 @@ class DeviceClock:
         """Return the time at which the device passed `event`, which must have completed."""
         milliseconds: float = self._zero.elapsed_time(event)
         seconds = self._seconds + milliseconds / 1e3
-        if milliseconds > _RENEWED_AFTER_MS:  # short differences are precise
+        # Count later times from this event: only short differences between events are precise.
+        if milliseconds > _RENEWED_AFTER_MS:
             self._zero, self._seconds = event, seconds
         return seconds
 
@@ -178,7 +182,7 @@ class _Timed(NamedTuple):
 
     def settle(self) -> None:
         """Fill in the times of the transfer; blocks the host until its events are complete."""
-        self.end.synchronize()  # `end` is on another stream: `finish` does not imply it
+        self.end.synchronize()  # on another stream, so `finish` may complete before it
         self.finish.synchronize()
         transfer = self.transfer
         # Short times between events are precise; only the launch is converted by the clock.
@@ -277,7 +281,7 @@ class CommLog:
             if streams.current(clock.device) == clock.compute:
                 finish = clock.mark()
             transfer.waited = True
-            if self.clock is not None:  # None: `unwatch` was called after the launch
+            if self.clock is not None:  # it is None if `unwatch` was called after the launch
                 self._timed.append(_Timed(transfer, self.clock, launch, end, begin, finish))
 
         return timed
@@ -313,7 +317,7 @@ class CommLog:
             else:
                 under_way.append(timed)
         self._timed = under_way
-        # By `id`, as records are not hashable.
+        # Transfers are compared by `id`, because they are not hashable.
         unsettled = {id(timed.transfer) for timed in under_way}
         taken, self.transfers = self.transfers, []
         complete: list[TimedTransfer] = []

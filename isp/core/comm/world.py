@@ -75,11 +75,12 @@ class World:
     rank: int = field(default_factory=lambda: rank_and_size()[0])
     size: int = field(default_factory=lambda: rank_and_size()[1])
     store: Store | None = None
-    """Store by which the ranks have met, from `decided_by_rank_0`; None: they have not met yet."""
+    """Store that `decided_by_rank_0` returned, by which the ranks have already met; None: they meet
+    when the context is entered."""
 
     def __post_init__(self) -> None:
-        # Not in __enter__: code that asks for the device's memory before it initializes CUDA, which
-        # reads the number of connections then.
+        # Set here and not in __enter__: code between the two may ask for the device's memory, which
+        # initializes CUDA, and CUDA reads the number of connections only then.
         if self.device.type == "cuda":
             cuda.use_more_connections()
             if self.rank == 0 and (warning := cuda.few_connections(self.size)):
@@ -124,9 +125,9 @@ def decided_by_rank_0(
 ) -> tuple[list[str], Store | None]:
     """Call `decide` on rank 0; return its result on all ranks, and the store for `World`.
 
-    For decisions that depend on files, which may differ between machines, before the world starts.
-    A ValueError or OSError of rank 0 is raised on all ranks, on the others as ValueError. The other
-    ranks also raise ValueError after `timeout_seconds` (comm.init_timeout_seconds).
+    Use it before the world starts, for decisions that depend on files: these may differ between
+    machines. A ValueError or OSError of rank 0 is raised on all ranks, on the others as ValueError.
+    The other ranks also raise ValueError after `timeout_seconds` (comm.init_timeout_seconds).
     """
     rank, size = rank_and_size()
     if size == 1:
@@ -139,7 +140,7 @@ def decided_by_rank_0(
             store.set(key, json.dumps([None, str(error)]))
             _wait_for_readers(store, key, size, timeout_seconds)
             raise
-        store.set(key, json.dumps([decided, ""]))  # a result and an empty fault
+        store.set(key, json.dumps([decided, ""]))  # the result, and no fault
         return decided, store
     try:
         found = store.get(key)
@@ -206,9 +207,9 @@ def _store_of_this_start(kept: Store, rank: int, timeout: timedelta) -> Store:
     """
     place, end = "isp/store_of_rank_0", time.monotonic() + timeout.total_seconds()
     if rank == 0:
-        # MASTER_ADDR is torchrun's machine, which may be another one. The local address of a
-        # connection to it is one that other machines can reach, except on torchrun's own machine,
-        # where it is loopback.
+        # Find an address of this machine that other machines can reach. MASTER_ADDR may be another
+        # machine, so take the local address of a connection to it. If MASTER_ADDR is this machine,
+        # that would be the loopback address: then take MASTER_ADDR itself.
         main = os.environ["MASTER_ADDR"]
         with socket.create_connection((main, int(os.environ["MASTER_PORT"]))) as connection:
             own = connection.getsockname()[0]
@@ -229,7 +230,7 @@ def _store_of_this_start(kept: Store, rank: int, timeout: timedelta) -> Store:
 
 
 class Channels(Protocol):
-    """A lookup of channels by axis: a `Mesh`, or a dict."""
+    """A mapping from each axis to this rank's channel along it, such as a `Mesh` or a dict."""
 
     def __getitem__(self, axis: Axis, /) -> Channel: ...
 
@@ -237,8 +238,8 @@ class Channels(Protocol):
 class Mesh:
     """This rank's channels, one for each axis of a topology.
 
-    Needs the default process group, unless the world is one rank. Without `backend` the default
-    group is also that of `Axis.WORLD`. With `backend`, for a default group that user code has made,
+    Needs the default process group, unless the world is one rank. Without `backend`, `Axis.WORLD`
+    uses the default group. With `backend`, which is for a default group that user code has made,
     all groups are new and use that backend. All ranks must make the same meshes and `open` the same
     channels in the same order.
     """
@@ -260,7 +261,8 @@ class Mesh:
         self.opened: list[Channel] = []
         """All channels of this mesh."""
         self._groups: dict[Axis, dist.ProcessGroup | None] = {}
-        # Axes with the same ranks and purpose share a channel; axes with the same ranks a group.
+        # Axes with the same ranks and purpose share a channel. Axes with the same ranks and other
+        # purposes have channels of their own, over one shared process group.
         own = {
             axis: self._add(axis, axis.value, self._shared_group(axis))
             for axis in Axis
@@ -275,9 +277,10 @@ class Mesh:
         return self._channels[axis]
 
     def open_host(self, axis: Axis, name: str) -> Channel:
-        """Return a channel along `axis` for values in CPU memory; a new one unless it uses gloo.
+        """Return a channel along `axis` for values in CPU memory.
 
-        All groups of the axis must have the same size.
+        It is the channel of the axis if that uses gloo, else a new one over a new gloo group. All
+        groups of the axis must have the same size.
         """
         own = self[axis]
         if own.group is None or dist.get_backend(own.group) == "gloo":
@@ -291,7 +294,10 @@ class Mesh:
         return self.opened[-1]
 
     def open(self, axis: Axis, name: str, *, sum_locally: bool | None = None) -> Channel:
-        """Open another channel along `axis`, whose transfers do not queue after the first one's."""
+        """Open another channel along `axis`, over a new process group.
+
+        Its transfers do not queue after transfers of the axis's first channel.
+        """
         return self._add(axis, name, self._make_group(axis, name), sum_locally=sum_locally)
 
     def _add(
@@ -310,7 +316,7 @@ class Mesh:
         return channel
 
     def _shared_group(self, axis: Axis) -> dist.ProcessGroup | None:
-        """Return the process group of `axis`; axes with the same group share one."""
+        """Return the process group that `axis` uses, and may share with other axes."""
         home = self.topology.group_axis(axis)
         if home not in self._groups:
             names = "+".join(self.topology.process_groups.get(home, ()))
@@ -318,9 +324,9 @@ class Mesh:
         return self._groups[home]
 
     def _make_group(self, axis: Axis, name: str) -> dist.ProcessGroup | None:
-        """Return a new process group of this rank along `axis`, `name` in torch's messages.
+        """Return a new process group of this rank along `axis`; None if it has one rank.
 
-        Returns None for a group of one rank.
+        `name` is its name in torch's messages.
         """
         groups = self.topology.groups(axis)
         if all(len(ranks) == 1 for ranks in groups):
@@ -328,10 +334,10 @@ class Mesh:
         if axis is Axis.WORLD and self._backend is None:
             assert dist.get_world_size() == self.topology.world_size
             return dist.group.WORLD
-        # Only its members make a group (`use_local_synchronization`): a world of 1,024 ranks has
-        # over 500 groups along some axes, and each rank is in one of them. torch derives a group's
-        # name from the number of groups that a rank has made, which must agree on all members of
-        # later groups. So a rank that is alone makes a group, too, if other ranks of the axis do.
+        # A group is made by its members only (`use_local_synchronization`), because along some axes
+        # 1,024 ranks have over 500 groups. torch names a group by the number of groups
+        # that a rank has made, and this number must be equal on all members. So if any group of the
+        # axis has several ranks, a rank that is alone in its group makes a process group of one.
         own = next(ranks for ranks in groups if self.rank in ranks)
         backend = self._backend or dist.get_backend()
         made = dist.new_group(

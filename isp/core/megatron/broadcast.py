@@ -59,7 +59,7 @@ def broadcast_data(
             raise ValueError(_FAULTS[num_dims].format(key=key, dtype=dtype))
     if channel.size == 1:
         return {key: pinned_memory.send(own[key], device) for key in keys}
-    # All values in one message; each rank cuts it by the shapes.
+    # Send all values in one message, which each rank cuts by the shapes.
     shapes = [dims[:num_dims] for num_dims, *dims in headers]
     sizes = [math.prod(shape) for shape in shapes]
     payload = torch.empty(sum(sizes), dtype=dtype, device=device)

@@ -86,7 +86,7 @@ class InferenceLayerNormColumnParallelLinear(nn.Module):
         self._out: Tensor | None = None
 
     def forward(self, x: Residual | Tensor) -> Tensor:
-        """Return y [S, B, O/p] for a residual, whose norm is computed here, or a norm [S, B, I]."""
+        """Return y [S, B, O/p] for a residual, which is normed here, or for normed x [S, B, I]."""
         if isinstance(x, Residual):
             if self.norm is None:
                 raise ValueError(
@@ -277,7 +277,7 @@ class Residual:
 
 
 class _ByChannel:
-    """Collectives of a channel with the interface of `SymmetricRows`; bit-equal to training."""
+    """The methods of `SymmetricRows`, by collectives of a channel; bit-equal to training."""
 
     def __init__(self, channel: Channel, rows: Tensor, received: Tensor | None) -> None:
         self.channel, self.rows, self._received = channel, rows, received
@@ -294,12 +294,14 @@ class _ByChannel:
 
 
 class InferenceWorkspace:
-    """The group of a model's inference layers, and their buffers for `max_tokens` tokens.
+    """The ranks over which a model's inference layers are sharded, and the buffers of these layers.
 
-    The constructor is a collective over the group. `size` is D. `split_tokens=False`: tokens are
-    never sharded, see [Note: Tokens that are not split]. `symmetric_memory`: True requires it,
-    False uses the channel, None uses it if the device has it. Raises ValueError if it is required
-    and unavailable.
+    Buffers are for up to `max_tokens` tokens in one forward. `group` is the channel of the ranks;
+    the constructor is a collective over it. `size` is D, the model's hidden size. With
+    `split_tokens=False`, each rank always has all tokens between the linears: see
+    [Note: Tokens that are not split]. `symmetric_memory`: True requires it, None uses it if the
+    devices have it, False uses collectives of the channel. Raises ValueError if it is required and
+    unavailable.
     """
 
     def __init__(
@@ -319,7 +321,10 @@ class InferenceWorkspace:
         self.device, self.dtype = device, dtype
         reason = why_no_symmetric_rows(group, size, device=device, dtype=dtype)
         if reason and symmetric_memory:
-            raise ValueError(f"symmetric_memory=True is not possible: {reason}: use None")
+            raise ValueError(
+                f"symmetric_memory=True is not possible: {reason}: use None, which then uses"
+                " collectives"
+            )
         self._exchange: SymmetricRows | _ByChannel
         if reason or symmetric_memory is False:
             # If the channel sums locally, its reduce-scatter receives parts in a buffer, which must
@@ -332,7 +337,8 @@ class InferenceWorkspace:
         # This rank's slice of a sum; it has no rows if tokens are never split.
         self._part = self.buffer(size, rows=max_tokens // group.size * self.split_tokens)
         wide = torch.promote_types(dtype, torch.float32)
-        self._wide = None if wide == dtype else self.buffer(size, wide)  # for norms in float32
+        # Norms of 16-bit models are computed in float32, in a buffer of their own.
+        self._wide = None if wide == dtype else self.buffer(size, wide)
         self._scale = self.buffer(1, wide)
         self._outputs: dict[object, Tensor] = {}
         self._views: _Views | None = None
@@ -342,7 +348,10 @@ class InferenceWorkspace:
         return self._views_of(tokens).splits
 
     def residual(self, tokens: Sequence[int]) -> Residual:
-        """Return the workspace's residual, of which there is one, for tokens [S, B]; not filled."""
+        """Return the residual for tokens [S, B]; its values are not set yet.
+
+        A workspace has one residual buffer, which each call uses again.
+        """
         return self._views_of(tokens).residual
 
     def begin(self, x: Tensor) -> Residual:
@@ -392,7 +401,10 @@ class InferenceWorkspace:
         return views.out
 
     def output(self, slot: object, features: int) -> Tensor:
-        """Return the buffer [N, O/p] that the column linears of a slot with `features` share."""
+        """Return the output buffer [max_tokens, features] of column linears.
+
+        It is shared by all linears with the same `slot` and the same number of features.
+        """
         key = slot, features
         if key not in self._outputs:
             self._outputs[key] = self.buffer(features)
@@ -428,7 +440,7 @@ class InferenceWorkspace:
             out.copy_(wide)
 
     def _views_of(self, tokens: Sequence[int]) -> _Views:
-        """Return the views for tokens [S, B]; the last ones are cached."""
+        """Return the views for tokens [S, B]; they are cached until other sizes are asked for."""
         if self._views is None or self._views.tokens != tokens:
             with _plainly():
                 self._views = _Views(self, tuple(tokens))

@@ -69,7 +69,7 @@ class _Initialized(ParallelModule):
         """Fill the full weight by `init_method` and keep this rank's part; set the bias to zero."""
         for name, parameter in self.named_parameters(recurse=False):
             layout = self.layouts[name]
-            # In float32 on CPU, so that the values depend on neither dtype, device nor group size.
+            # Fill in float32 on CPU, so that values depend on neither dtype, device nor group size.
             full = torch.zeros(layout.global_shape, dtype=torch.float32, device=CPU)
             if name != "bias":
                 self.init_method(full)
@@ -79,7 +79,8 @@ class _Initialized(ParallelModule):
 class IntoMainGradients:
     """A route that adds the product of a weight gradient to the main gradient, without making dW.
 
-    `gradients` has `add_product`, like `MainGradients`. For weights that stay on their rank only.
+    `gradients` has a method `add_product`, like `MainGradients`. Use it only for weights that stay
+    on their rank: the gradient of a gathered weight must be reduced over the weight group first.
     """
 
     def __init__(self, gradients: ProductSink) -> None:
@@ -248,7 +249,7 @@ class RowParallelLinear(_Linear):
             bias_layout=ParameterLayout(global_shape=(output_size,), reduce_over=Axis.DATA)
             if bias
             else None,
-            bias_after_move=True,  # once, not once on each rank
+            bias_after_move=True,  # added after the sum over ranks, or each rank would add it
             moves=moves_for(mode, Role.ROW, group, sequence_dim=sequence_dim),
             communicator=LocalWeights(),
             skip_bias_add=skip_bias_add,
@@ -274,7 +275,8 @@ class RowParallelLinear(_Linear):
             x = scatter_to_tensor_model_parallel_region(x, self.group)
         y = self.multiply(x, weight)
         bias: Tensor | None = self.bias
-        if bias is not None and self.sequence_parallel:  # backward all-reduces its gradient
+        if bias is not None and self.sequence_parallel:
+            # Each rank adds the bias to its own tokens, so backward all-reduces the bias gradient.
             bias = copy_to_tensor_model_parallel_region(bias, self.group)
         if bias is None or self.skip_bias_add:
             return y, bias
@@ -357,7 +359,10 @@ class VocabParallelEmbedding(_Initialized):
 
 
 def _wrong_features(layer: ParallelModule, x: Tensor, expected: str, instead: str) -> ValueError:
-    """Return the error for x with another number of features than `expected`."""
+    """Return the error for x with another number of features than `expected`.
+
+    `instead` says what the user can do.
+    """
     return ValueError(
         f"{layer.title}: x of shape {list(x.shape)} has {x.shape[-1]} features, expected"
         f" {expected}: {instead}"
@@ -367,7 +372,7 @@ def _wrong_features(layer: ParallelModule, x: Tensor, expected: str, instead: st
 def _split(
     shape: tuple[int, ...], *, dim: int, group: Channel, segments: tuple[int, ...] = ()
 ) -> ParameterLayout:
-    """Return the layout of a parameter that is cut along `dim` over the ranks of `group`."""
+    """Return the `ParameterLayout` of a parameter that is cut along `dim` over `group`."""
     return ParameterLayout(
         global_shape=shape,
         dim=dim,

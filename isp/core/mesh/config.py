@@ -29,7 +29,8 @@ class Mode(StrEnum):
     @property
     def splits_features(self) -> bool:
         """True if a linear computes the rank's share of the features (heads, hidden units,
-        vocabulary) of all its sequence's tokens, False if all features of the rank's tokens."""
+        vocabulary) for all tokens of a sequence, False if it computes all features for the tokens
+        of the rank."""
         return self is not Mode.ISP
 
     @property
@@ -73,7 +74,7 @@ class OverlapUnit(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class Prefetch:
-    """The settings of the prefetch plan, which depends only on them and on the model."""
+    """The settings of the prefetch plan, which depends on nothing else but the model."""
 
     unit: OverlapUnit = OverlapUnit.LAYER
     """The unit of prefetch in forward."""
@@ -86,7 +87,7 @@ class Prefetch:
 
 
 class PipelineSchedule(StrEnum):
-    """The order of a stage's micro-batches; names are those of `torch.distributed.pipelining`."""
+    """The order of a stage's micro-batches, named as in `torch.distributed.pipelining`."""
 
     ONE_F_ONE_B = "1F1B"
     """One forward, one backward. Source: Narayanan et al. 2019, PipeDream-Flush."""
@@ -154,7 +155,7 @@ class WeightConfig:
     micro-batches: fewer bytes are sent, but all weights of the stage are in memory.  Name:
     FSDP2."""
     reduce_dtype: Literal["float32", "gradient"] = "float32"
-    """Dtype of the sum of gradients: float32, or that of the gradient."""
+    """Dtype of the sum of gradients: float32, or the dtype of the gradient."""
     reduce_by: Literal["auto", "reduce_scatter", "all_to_all"] = "auto"
     """all_to_all: exchange the parts and add them in rank order; auto: all_to_all on gloo,
     reduce_scatter elsewhere."""
@@ -182,7 +183,8 @@ class WeightConfig:
     @property
     def unused(self) -> list[str]:
         """Keys that were changed but have no effect, because weights are not gathered (size 1)."""
-        # vocab_parallel_loss has an effect without a weight group: it shards the loss over tensor.
+        # vocab_parallel_loss has an effect without a weight group, too: it shards the loss over the
+        # tensor group.
         alone = WeightConfig(vocab_parallel_loss=self.vocab_parallel_loss)
         keys = (item.name for item in fields(self)) if self.size == 1 else ()
         return [key for key in keys if getattr(self, key) != getattr(alone, key)]
@@ -214,7 +216,9 @@ class PipelineConfig:
         schedule = f"parallel.pipeline.schedule={self.schedule}"
         if self.size == 1:
             if self.num_chunks > 1:
-                raise ValueError(f"{chunks} needs parallel.pipeline.size=2 or more, or use 1")
+                raise ValueError(
+                    f"{chunks} needs parallel.pipeline.size=2 or more: set it, or use num_chunks=1"
+                )
             return
         if self.schedule is PipelineSchedule.ONE_F_ONE_B and self.num_chunks > 1:
             raise ValueError(
@@ -277,12 +281,13 @@ class DevicePlacementConfig:
     """`parallel.sequence_2D.device_placement_strategy`: which ranks are neighbors."""
 
     head_first: bool = True
-    """true: the ranks of a head group are neighbors; false: those of a context group."""
+    """true: the ranks of a head group are neighbors; false: the ranks of a context group are."""
 
 
 @section("parallel.sequence_2D", KeyRole.PLACE)
 class Sequence2DConfig:
-    """`parallel.sequence_2D`: the tensor group as heads x context; used in isp mode only."""
+    """`parallel.sequence_2D`: the head ranks x context ranks over which a tensor group splits
+    attention; used in isp mode only."""
 
     enable: bool = False
     """Split the attention of a tensor group over head_size x context_size ranks."""
@@ -333,7 +338,8 @@ class ExpertConfig:
 
 @section("parallel.expert_weight", KeyRole.PLACE)
 class ExpertWeightConfig:
-    """`parallel.expert_weight`: the ranks over which the weights of an expert rank are sharded."""
+    """`parallel.expert_weight`: the ranks that have the same experts of a layer, over which the
+    weights of these experts are sharded."""
 
     size: Ranks | None = None
     """Number of ranks that gather experts from each other; null: weight size / expert size.  Name:
@@ -345,9 +351,9 @@ class Zero1Config:
     """`parallel.zero1`: the ranks over which the optimizer states of one shard are split."""
 
     size: Annotated[int, Field(ge=-1, le=2**20)] = -1
-    """Number of ranks over which optimizer states are sharded, a divisor of weight_data (isp) or
-    data (other modes); 0 or -1: all, which also halves the bytes of gradients sent between
-    replicas."""
+    """Number of ranks over which optimizer states are sharded, a divisor of the number of copies of
+    the weights (in isp mode the weight_data size, in other modes the data size); 0 or -1: all
+    copies, which also halves the bytes of gradients sent between replicas."""
 
 
 @section("parallel", KeyRole.PLACE)
@@ -359,18 +365,18 @@ class ParallelConfig:
     weight: WeightConfig = field(default_factory=WeightConfig)
     """The ranks that share one copy of the weights (isp)."""
     pipeline: PipelineConfig = field(default_factory=PipelineConfig)
-    """The stages."""
+    """The pipeline stages, and the order of micro-batches on them."""
     zero1: Zero1Config = field(default_factory=Zero1Config)
-    """The optimizer's shards."""
+    """The ranks over which the optimizer states are sharded."""
     sequence_2D: Sequence2DConfig = field(default_factory=Sequence2DConfig)
-    """Heads x context, in the tensor group (isp)."""
+    """How a tensor group splits attention: by heads, by tokens (context), or both (isp)."""
     expert: ExpertConfig = field(default_factory=ExpertConfig)
     """The ranks that share the experts of a layer, and send each other tokens."""
     expert_weight: ExpertWeightConfig = field(default_factory=ExpertWeightConfig)
     """The ranks that gather the same experts."""
     sequence_scan: SequenceScan = SequenceScan.AUTO
-    """How linear attention and state spaces are split over ranks, by heads or by state (not in
-    mtp)."""
+    """How linear attention and state spaces are split over the ranks of a sequence, by heads or by
+    state (not in mtp mode)."""
 
     def __post_init__(self) -> None:
         if self._has_two_axes:
@@ -410,8 +416,8 @@ class ParallelConfig:
             return context
         if head is None:
             raise ValueError(
-                "parallel.sequence_2D.enable=true needs head_size or context_size: their product"
-                f" is parallel.tensor.size={self.tensor.size}"
+                "parallel.sequence_2D.enable=true needs head_size or context_size: set one of them"
+                f" to a divisor of parallel.tensor.size={self.tensor.size}"
             )
         return self.tensor.size // head
 
@@ -430,7 +436,8 @@ class ParallelConfig:
             return self
         two, tensor = self.sequence_2D, self.tensor.size
         if two.sizes == (None, None):
-            # The most ranks without a copy of a KV head: with more, each would receive as much.
+            # The most head ranks that need no copies of KV heads. With more, KV heads would be
+            # copied, so that a rank would receive no fewer bytes.
             two = replace(two, head_size=math.gcd(tensor, kv))
         found = replace(self, sequence_2D=two)
         two = replace(two, head_size=found.head_size, context_size=found.context_size)

@@ -59,7 +59,7 @@ class ParameterLayout:
     global_shape: tuple[int, ...]
     """Shape of the whole parameter."""
     reduce_over: Axis
-    """Axis whose ranks each have a partial sum of this shard's gradient, which are to be added."""
+    """Axis over which gradients of this shard are summed: each of its ranks has a partial sum."""
     dim: int = 0
     """The dimension that is split."""
     parts: int = 1
@@ -101,9 +101,11 @@ class ParameterLayout:
         """Return the interval of each segment along `dim` in shard `index` (None: this rank's)."""
         index = self.index if index is None else index
         intervals, begin = [], 0
-        group, within = divmod(index, self.parts // self.groups)  # shards count group by group
+        # Shards are numbered group by group.
+        group, within = divmod(index, self.parts // self.groups)
         for size in self.segments:
-            # Cut this parameter together with the rows before and after it, then clip to it.
+            # Cut this parameter together with the rows of others before and after it. Then clip the
+            # interval to the rows of this parameter.
             of_group = chunk_range(self.rows_before + size + self.rows_after, self.groups, group)
             own = chunk_range(len(of_group), self.parts // self.groups, within)
             part = of_group[own.start : own.stop]
@@ -117,7 +119,7 @@ class ParameterLayout:
     @cached_property
     def piece_shape(self) -> tuple[int, ...]:
         """Shape of each rank's piece in a gather: with padding, and with the cut dim in front."""
-        # The length of the longest shard: pieces of a gather have equal size.
+        # Pieces of a gather have equal size, so each is as long as the longest shard.
         length = math.ceil(self._run_length / (self.parts // self.groups))
         return (length, *self.global_shape[: self.dim], *self.global_shape[self.dim + 1 :])
 
@@ -128,7 +130,10 @@ class ParameterLayout:
 
     @property
     def of_group(self) -> ParameterLayout:
-        """The layout of this shard in its group's part of the parameter; itself for one group."""
+        """The layout of this shard in a smaller tensor: the part of the parameter of its group.
+
+        With one group, this is the layout itself.
+        """
         if self.groups == 1:
             return self
         group, index = divmod(self.index, self.parts // self.groups)
@@ -146,7 +151,10 @@ class ParameterLayout:
 
     @cached_property
     def is_cut_in_place(self) -> bool:
-        """True if the shards, one after another, are the whole: without padding or transpose."""
+        """True if the shards, one after another in memory, are the whole parameter.
+
+        No shard then has padding, and the cut dim is the first.
+        """
         return self.dim == 0 and self.global_shape[0] % self.parts == 0
 
     @cached_property
@@ -158,7 +166,7 @@ class ParameterLayout:
     def joined(self, pieces: Tensor) -> Tensor:
         """Return the global tensor from the ranks' gathered `pieces`, concatenated along dim 0.
 
-        The result is a view of them, or a copy if there are several groups.
+        The result is a view of `pieces`, or a copy if there are several groups.
         """
         if self.groups > 1:
             # Each group's pieces may end in padding, which is dropped group by group.
@@ -218,7 +226,7 @@ def boxes_of(layout: ParameterLayout, rows: Interval | None = None) -> tuple[Box
     for global_start, local_start, length in _runs(layout):
         start, size, local = list(zeros), list(sizes), list(zeros)
         start[dim], size[dim], local[dim] = global_start, length, local_start
-        if dim == 0:  # rows are along the split dim: clip the run to them
+        if dim == 0:  # rows are indices of the split dim: clip the interval to them
             first, last = max(begin, local_start), min(end, local_start + length)
             start[0], local[0] = global_start + first - local_start, first - begin
         else:

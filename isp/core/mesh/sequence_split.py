@@ -75,9 +75,10 @@ class SequenceSplit:
 
     @property
     def order(self) -> _Ints:
-        """Positions [S] in the row of rank 0's tokens, slice by slice, then of rank 1's, and so on.
+        """Index in the row of each token of rank 0, slice by slice, then of rank 1, and so on: [S].
 
-        Not cached: splits stay in a cache for long, and this takes 8 bytes a token.
+        It is computed at each access, because splits stay in a cache for long and this takes 8
+        bytes a token.
         """
         table = np.array([one for held in self.slices for one in held], np.int64).reshape(-1, 3)
         sizes = table[:, 2] - table[:, 1]
@@ -118,7 +119,7 @@ def _prefix_cost(windows: Windows) -> Callable[[Any], Any]:
 
 @lru_cache(maxsize=64)
 def _split(lengths: tuple[int, ...], num_ranks: int, windows: Windows) -> SequenceSplit:
-    """Return `SequenceSplit.of`, computed once for each row of documents."""
+    """Return the result of `SequenceSplit.of`; cached by documents and ranks."""
     line = _Line(lengths, windows)
     held = [line.take(num_ranks - rank) for rank in range(num_ranks)]
     return SequenceSplit(lengths, line.slices(held), windows)
@@ -170,7 +171,8 @@ class _Line:
         first, last = (self.starts[i] for i in self.whole)
         ranges = []
         for mean, rest in sorted((self.cost_of([p]) / (p[1] - p[0]), p) for p in self.rests):
-            # The rest goes before the first whole document of at least its mean cost.
+            # Insert the rest of a cut document by its mean cost: before the first whole document
+            # whose mean cost is as high or higher.
             place = max(first, min(self.starts[bisect_left(self.means, mean)], last))
             ranges += [(first, place), rest]
             first = place
@@ -187,26 +189,27 @@ class _Line:
         if tokens == size:  # the last rank takes all
             self.whole, self.rests = (0, 0), []
             return left
-        # The n-th token of what is left is at places[i] + n, and the first n tokens cost
-        # costs[i] + cost(places[i] + n), where i is the range that contains it.
+        # Of the tokens that are left, let token n be in range i. Then its place is places[i] + n,
+        # and the n tokens before it cost costs[i] + self.cost(places[i] + n).
         places = [begin - n for (begin, _), n in zip(left, sizes, strict=False)]
         costs = [cost - self.cost(begin) for (begin, _), cost in zip(left, costs, strict=False)]
 
         def before(n: int) -> int:
-            """Return the cost of the first n tokens."""
+            """Return the cost of the first n tokens that are left."""
             i = bisect_right(sizes, n, hi=len(left)) - 1
             return costs[i] + self.cost(places[i] + n)
 
         def between(first: int, last: int) -> list[_Range]:
-            """Return the places of the tokens [first, last) of what is left."""
+            """Return ranges of places: the tokens first to last - 1 of those that are left."""
             ranges = zip(left, places, strict=True)
             cut = ((max(begin, p + first), min(end, p + last)) for (begin, end), p in ranges)
             return [(begin, end) for begin, end in cut if begin < end]
 
         def excess(y: int) -> int:
-            """Return by how much the cost with y tokens from the back exceeds an even share.
+            """Return by how much the cost of a rank with y tokens from the back exceeds its share.
 
-            It is multiplied by `num_ranks`, to be an integer. It rises with y, so bisection works.
+            The result is multiplied by `num_ranks`, to be an integer. It rises with y, so bisection
+            works.
             """
             return num_ranks * (before(tokens - y) + total - before(size - y)) - total
 
@@ -222,11 +225,13 @@ class _Line:
         for begin, end in ranges:
             first, last, rests = self.documents_in(begin, end)
             self.rests += rests
-            if first < last:  # consecutive documents, as tokens are taken from both ends
+            # Whole documents of several ranges are consecutive, because tokens are taken from both
+            # ends of the line: extend the range of documents.
+            if first < last:
                 self.whole = (self.whole[0] if self.whole[1] else first, last)
 
     def documents_in(self, begin: int, end: int) -> tuple[int, int, list[_Range]]:
-        """Return the documents [first, last) that are whole in a range, and its other parts."""
+        """Return the documents [first, last) that are whole in a range, and the rest of it."""
         first, last = bisect_left(self.starts, begin), bisect_right(self.starts, end) - 1
         if first > last:
             return first, first, [(begin, end)]
@@ -234,7 +239,7 @@ class _Line:
         return first, last, [(a, b) for a, b in edges if a < b]
 
     def slices(self, held: list[list[_Range]]) -> tuple[tuple[Slice, ...], ...]:
-        """Return the slices of documents in the ranges of each rank, sorted."""
+        """Return each rank's slices, sorted by document and begin, given the ranges that it has."""
         # The rank of each whole document. Cut and empty documents keep the value len(held), which
         # sorts them last, so that they are left out below.
         ranks = np.full(len(self.lengths), len(held), np.int16)
@@ -249,7 +254,8 @@ class _Line:
                     cut.append((rank, Slice(int(self.order[i]), a - start, b - start)))
         by_rank = np.argsort(ranks, kind="stable")
         fields = zip(by_rank.tolist(), repeat(0), self.lengths[by_rank].tolist(), strict=False)
-        whole = map(partial(tuple.__new__, Slice), fields)  # half the time of Slice._make
+        # `tuple.__new__` takes half the time of `Slice._make`.
+        whole = map(partial(tuple.__new__, Slice), fields)
         counts = np.bincount(ranks, minlength=len(held))
         slices: list[list[Slice]] = [list(islice(whole, count)) for count in counts[: len(held)]]
         for rank, one in cut:

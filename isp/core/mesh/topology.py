@@ -94,7 +94,7 @@ class Topology:
     expert: int = 1
     """Number of ranks of a weight group that have different experts."""
     head_first: bool = True
-    """True if the ranks of a head group are neighbors, False if those of a context group are."""
+    """True if ranks of a head group are neighbors, False if ranks of a context group are."""
     reduces_apart: bool = False
     """True if gradients of weights are reduced over process groups of their own."""
 
@@ -102,7 +102,8 @@ class Topology:
     def create(cls, world_size: int, parallel: ParallelConfig) -> Topology:
         """Return the topology of `parallel` on `world_size` ranks.
 
-        Raises ValueError, naming the key, if a size does not divide what it has to divide.
+        Raises ValueError, naming the key, if a size does not divide the number of ranks over which
+        its groups are made.
         """
         mode, tensor, pipeline = parallel.tensor.mode, parallel.tensor.size, parallel.pipeline.size
         # In other modes than isp, weights are cut over the tensor group.
@@ -177,13 +178,15 @@ class Topology:
                 return _strided(range(self.world_size), self.stage)
             case Axis.EMBEDDING:
                 pipelines = self.groups(Axis.PIPELINE)
-                # One rank if there is one stage; ranks of the stages between are alone.
+                # With one stage, a group is one rank. Ranks of stages between the first and the
+                # last are alone in their groups, too.
                 ends = [sorted({pipeline[0], pipeline[-1]}) for pipeline in pipelines]
                 return ends + [[rank] for pipeline in pipelines for rank in pipeline[1:-1]]
             case Axis.TENSOR:
                 return [g for s in stages for g in _consecutive(s, self.tensor)]
             case Axis.HEAD | Axis.CONTEXT:
-                # Groups of one of the two axes are neighbors; the other takes every `near`-th rank.
+                # The ranks of a group are neighbors along one of these two axes. Along the other, a
+                # group has every `near`-th rank of the tensor group.
                 near = self.head if self.head_first else self.context
                 cut = _consecutive if (axis is Axis.HEAD) is self.head_first else _strided
                 return [g for sequence in self.groups(Axis.TENSOR) for g in cut(sequence, near)]
@@ -207,8 +210,9 @@ class Topology:
     def channel_axis(self, axis: Axis) -> Axis:
         """Return the axis whose channel `axis` uses, because it has the same ranks and purpose.
 
-        It is tensor for head or context if one of them is all of tensor, weight for expert_weight
-        without expert parallelism, and `axis` itself in all other cases.
+        This is `axis` itself, with two exceptions. Head or context uses the channel of tensor if it
+        has all ranks of the tensor group. Without expert parallelism, expert_weight uses the
+        channel of weight.
         """
         if axis is Axis.EXPERT_WEIGHT and self.expert == 1:
             return Axis.WEIGHT
@@ -216,16 +220,25 @@ class Topology:
         return Axis.TENSOR if parts.get(axis) == self.tensor else axis
 
     def group_axis(self, axis: Axis) -> Axis:
-        """Return the axis whose process group `axis` uses: the first that may share, or itself."""
+        """Return the axis whose process group `axis` uses.
+
+        This is the first axis with the same ranks among those that may share a group with `axis`,
+        else `axis` itself. See [Note: Shared groups] in docs/design/notes/mesh.md.
+        """
         if axis is Axis.WEIGHT and not self.mode.gathers_weights:
-            return Axis.TENSOR  # the same ranks, and no weight is sent
-        # All groups are compared, not only this rank's: all ranks must come to the same result.
+            # In these modes the axis has the ranks of the tensor axis, and no weights are sent.
+            return Axis.TENSOR
+        # Compare all groups of the axes, not only this rank's, so that all ranks get one result.
         kind = next((axes for axes in _MAY_SHARE if axis in axes), (axis,))
         return next(a for a in kind if sorted(self.groups(a)) == sorted(self.groups(axis)))
 
     @property
     def process_groups(self) -> dict[Axis, list[Axis]]:
-        """The axes with groups of several ranks, by the axis whose process group they use."""
+        """The process groups with several ranks: each axis that owns one, and the axes that use it.
+
+        A key is an axis that has a process group; its value lists this axis and the axes that share
+        the group.
+        """
         shared: dict[Axis, list[Axis]] = {}
         for axis in Axis:
             if self.channel_axis(axis) is axis and max(map(len, self.groups(axis))) > 1:
@@ -272,7 +285,7 @@ class Topology:
         return "\n".join([*lines, self._describe_process_groups()])
 
     def _shown(self, words: Iterable[str]) -> list[str]:
-        """Return `words`; of more than four in a large world, the first three and the last."""
+        """Return `words` for the log; in a large world only the first three and last of many."""
         every = list(words)
         if self.world_size <= _FULLY_SHOWN_RANKS or len(every) <= _SHOWN_WORDS:
             return every
@@ -281,7 +294,7 @@ class Topology:
     def _describe_process_groups(self) -> str:
         """Return the process groups in words: `2 process groups per rank: tensor, world = stage`.
 
-        A second line names those for values in CPU memory; a run on GPUs opens more of them.
+        A second line names the groups for values in CPU memory, of which a run on GPUs opens more.
         """
         named = [" = ".join(axes) for axes in self.process_groups.values()]
         if self.reduces_apart and self.weight > 1:
@@ -292,7 +305,7 @@ class Topology:
         line = f"{count}: {', '.join(named) or 'none'}{why if shares else ''}"
         if self.world_size == 1:
             return line
-        # As `Mesh.open_host` and the checkpointer open them.
+        # The groups that `Mesh.open_host` and the checkpointer open.
         hosts = ["host", *(["tensor_host"] if self.tensor > 1 else []), "checkpoint"]
         of_gpus = f"on GPUs {len(hosts)}: {', '.join(hosts)}"
         return f"{line}\na run adds 1 for values in CPU memory: {hosts[-1]}; {of_gpus}"

@@ -35,7 +35,10 @@ class Mixers(Protocol):
     """The mixers that a parallelized model calls: each works on all ranks of a sequence."""
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Tensor:
-        """Attend with the arguments of `isp.core.attention.api.Attend`."""
+        """Attend with q [B, S', H, d] to the keys of all ranks of the sequence -> [B, S', H, e].
+
+        k [B, S', K, d] and v [B, S', K, e] are this rank's.
+        """
 
     def convolve(self, x: Tensor, weight: Tensor, bias: Tensor | None, dilation: int) -> Tensor:
         """Convolve x [B, S', C] with weight [C, K] and bias [C] -> [B, S', C]."""
@@ -48,17 +51,18 @@ class Mixers(Protocol):
 
 
 _mixers: ContextVar[Mixers | None] = ContextVar("mixers", default=None)
-"""The mixers that run this module's calls; set while a parallelized model runs."""
+"""The mixers that compute calls of `causal_conv1d`, `gated_delta_rule` and `state_space_scan`; set
+while a parallelized model runs."""
 
 
 def current_mixers() -> Mixers | None:
-    """Return the mixers that run this module's calls; None outside of a parallelized forward."""
+    """Return the mixers of the parallelized model that runs now; None if none runs."""
     return _mixers.get()
 
 
 @contextmanager
 def mix_by(mixers: Mixers) -> Iterator[None]:
-    """Let `mixers` run all calls of this module, and of attention, in this context."""
+    """Let `mixers` compute all calls of attention, convolution and scans in this context."""
     token = _mixers.set(mixers)
     try:
         with attend_by(mixers.attend):

@@ -48,10 +48,12 @@ def convolve(
         tag = Tag(Purpose.HALO, tensor="convolution.halo")
         exchange = KeyExchange(placement.channel, route.on(x.device), tag)
         (x,) = exchanged(exchange, x.contiguous())
-    if not len(x):  # backward must reach the exchange, with zeros for weight and bias
+    # Without tokens nothing is convolved. But the exchange in backward is a collective, so return
+    # the exchanged x: backward then reaches the exchange, and weight and bias get zero gradients.
+    if not len(x):
         return joined(x, weight, bias)
     rows, kept = _layout(placement, reach, x.device)
-    # Row 0 is the zero row, which `rows` selects for tokens before the begin of a document.
+    # Index 0 of this tensor has zeros, which `rows` selects for tokens before a document's begin.
     padded = torch.cat((x.new_zeros(1, x.shape[1]), x)).index_select(0, rows)
     return _convolved(padded[None], weight, bias, dilation)[0].index_select(0, kept)
 
@@ -72,20 +74,21 @@ def _convolved(x: Tensor, weight: Tensor, bias: Tensor | None, dilation: int) ->
 
 
 def _layout(placement: Placement, reach: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return two index tensors: of the convolution's input rows, and of its results to keep.
+    """Return two index tensors: of the convolution's inputs, and of the results to keep.
 
-    The first indexes the tensor [1 + L] of a zero row and the rows that arrived. The second selects
-    this rank's tokens from the result, which is `reach` shorter than the input.
+    The first selects inputs from a tensor [1 + L, C] of zeros at index 0 and the tokens that
+    arrived. The second selects this rank's tokens from the result, which is `reach` shorter than
+    the input.
     """
     found: dict[tuple[int, torch.device], tuple[Tensor, Tensor]] = placement.layouts
     if (reach, device) not in found:
         mask = placement.halo(reach).mask
         tokens = np.array(mask.lengths, np.int64)
         seen = np.array(mask.key_lengths, np.int64)
-        size = tokens + reach  # number of input rows of each slice
+        size = tokens + reach  # number of inputs for each slice
         start = np.cumsum(size) - size
         place = np.arange(size.sum())
-        of = np.repeat(np.arange(len(size)), size)  # slice of each input row
+        of = np.repeat(np.arange(len(size)), size)  # index of the slice of each input
         # Index among the tokens that the slice sees; negative before the begin of its document.
         inside = place - start[of] - (size - seen)[of]
         first = np.cumsum(seen) - seen

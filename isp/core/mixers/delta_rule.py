@@ -37,7 +37,10 @@ in memory, so chunks are shorter."""
 
 @dataclass(frozen=True, kw_only=True)
 class DeltaRule:
-    """The scan of `isp.gated_delta_rule`: `of_heads` are v, g and beta, `of_groups` q and k."""
+    """The scan of `isp.gated_delta_rule`.
+
+    Of the `Inputs`, `of_heads` are v, g and beta, `of_groups` q and k.
+    """
 
     normalise: bool
     """True: q and k of each token are scaled to length 1."""
@@ -90,7 +93,7 @@ class DeltaRule:
         return v.shape[1] * k.shape[2] * v.shape[2]
 
     def flops(self, inputs: Inputs) -> int:
-        """Return the FLOPs of a token: products of a state with key and query, and its change."""
+        """Return the FLOPs of a token: products of a state with key and query, and its update."""
         v, k = inputs.of_heads[0], inputs.of_groups[1]
         return 6 * v.shape[1] * k.shape[2] * v.shape[2]
 
@@ -109,9 +112,9 @@ def _scan(
     if not len(q):
         return v, state
     size, length = min(_CHUNK[g.dim()], len(q)), len(q)
-    # Padded with zero tokens, which neither decay (g = 0) nor write.
+    # The last chunk is padded with zero tokens, which neither decay the state (g = 0) nor write.
     q, k, v, g, beta = (in_chunks(x, size) for x in (q, k, v, g, beta))  # [N, H, c, ..]
-    # Decay from before the chunk to each token, and from each token to each later one.
+    # `kept` is the decay from before the chunk to each token, `pair` from each token to each later.
     kept, pair = decays(g)  # [N, H, c] and [N, H, c, c], each with K if g has it
     if g.dim() == 3:
         kk, qk = (k @ k.mT) * pair, (q @ k.mT) * pair
@@ -119,12 +122,12 @@ def _scan(
     else:
         kk = torch.einsum("nhik,nhjk,nhijk->nhij", k, k, pair)
         qk = torch.einsum("nhik,nhjk,nhijk->nhij", q, k, pair)
-    # (I + A) [U | W] = beta [v | k a], as in the docstring of this file: `system` is A.
+    # Solve (I + A) [U | W] = beta [v | k a] for U and W (see the top of this file): `system` is A.
     system = (beta.unsqueeze(-1) * kk).tril(-1)
     given = beta.unsqueeze(-1) * torch.cat((v, k * kept), -1)
     solved = torch.linalg.solve_triangular(system, given, upper=False, unitriangular=True)
     values, keys = solved.split((v.shape[-1], k.shape[-1]), -1)  # U and W
-    # Keys, decayed to the end of the chunk; and the decay over the whole chunk.
+    # `written` are the keys, decayed to the end of the chunk; `last` is the decay over all of it.
     written, last = k * pair[:, :, -1], kept[:, :, -1].unsqueeze(-1)  # last: [N, H, 1 or K, 1]
     outs = []
     # Only this loop over chunks is sequential: all else was computed for all chunks at once.

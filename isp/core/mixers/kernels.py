@@ -58,7 +58,8 @@ def delta_rule(
     if g.dim() == 3:
         found = ("fla.ops.kda", "chunk_kda")
     kernel = _kernel(*found, ("cu_seqlens", "cu_seqlens_cpu"), v, [k.shape[-1]])
-    if kernel is None or min(lengths, default=0) == 0:  # empty segments: ISP's code
+    # Empty segments are computed by ISP's code.
+    if kernel is None or min(lengths, default=0) == 0:
         return None
     wide = torch.promote_types(v.dtype, torch.float32)
     ends = torch.tensor([0, *accumulate(lengths)])
@@ -128,18 +129,24 @@ def selective_scan(
     kernel = _kernel(name, "selective_scan_fn", (), x, [size], extension="selective_scan_cuda")
     if kernel is None:
         return None
-    # N added tokens: as B or C, row i of `one` selects number i of the states, `none` selects none.
+    # The kernel takes no initial states, and its final state has no gradient. So N tokens are added
+    # to write each initial state, and N to read each final state. The B of an added token says
+    # which of a state's N numbers it writes, C which it reads: token i has row i of `one` for
+    # number i, or `none` for none.
     none, one = x.new_zeros(size, size), torch.eye(size, dtype=x.dtype, device=x.device)
-    still = x.new_zeros(size, x.shape[1])  # as x or dt: no input, no step
+    # As the x of added tokens, `still` writes zeros; as their dt, it keeps the state unchanged.
+    still = x.new_zeros(size, x.shape[1])
     before, parts = 1 if initial is None else 1 + size, []
     begins = [None] * len(lengths) if initial is None else list(initial.unbind())
     segments = (t.split(list(lengths)) for t in (x, dt, B[:, 0], C[:, 0]))
     for x, dt, B, C, begin in zip(*segments, begins, strict=True):
         # Erase the state of the segment before.
         parts.append((still[:1], still[:1] + _ERASING_STEP, none[:1], none[:1]))
-        if begin is not None:  # write the initial state: dt x = begin, without a decay
+        if begin is not None:
+            # Write the initial state: dt x = begin, with steps dt so small that nothing decays.
             parts.append((begin.to(x.dtype).T / _WRITING_STEP, still + _WRITING_STEP, one, none))
-        parts += [(x, dt, B, C), (still, still, none, one)]  # the segment; read its final state
+        # The segment itself, then the tokens that read its final state.
+        parts += [(x, dt, B, C), (still, still, none, one)]
     x, dt, B, C = (torch.cat(xs).T.unsqueeze(0) for xs in zip(*parts, strict=True))  # [1, .., T']
     found = kernel(x, dt, A, B, C)[0].T
     sizes = [part for length in lengths for part in (before, length, size)]

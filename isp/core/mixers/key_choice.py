@@ -42,13 +42,17 @@ class Indexer(Protocol):
     num_heads: int
     """Number of heads, each of which scores a query against a key."""
     num_choices: int
-    """G, the number of choices of a query: that of KV heads or 1."""
+    """G, the number of choices of a query: one for each KV head, or 1 for all heads."""
 
     def most(self, length: int) -> int:
         """Return n, the number of indices of a choice, for a document of `length` tokens."""
 
     def choose(self, tokens: slice, keys: Tensor, seen: Tensor) -> Tensor:
-        """Return for R `tokens` the indices [R, G, n] of chosen keys [C, D], of `seen` [R, C]."""
+        """Return the indices [R, G, n] of the keys that R queries choose.
+
+        `tokens` are the queries, as indices of this rank's tokens. They choose from `keys` [C, D],
+        among those for which the mask `seen` [R, C] is True.
+        """
 
 
 def choose(
@@ -84,12 +88,13 @@ def _numbers(
     most: int,
     tiles: Callable[[Sequence[slice]], Iterable[slice]],
 ) -> Tensor:
-    """Return indices [T, G, n], n = `most`, for slices given as (tokens before, tokens, keys).
+    """Return the indices [T, G, n], n = `most`, of the keys that the tokens of slices choose.
 
-    Tokens before a slice count from the begin of its document; keys [C, D] do, too.
+    `documents` has for each slice: the number of its document's tokens before it, its number of
+    tokens, and keys [C, D] of its document from the first token on.
     """
     shape = indexer.keys.shape[:2].numel(), indexer.num_choices, most
-    # -1 remains where a query has fewer than n keys.
+    # Filled with -1, which remains where a query has fewer than n keys.
     numbers, token = indexer.keys.new_full(shape, -1, dtype=torch.int32), 0
     for before, size, keys in documents:
         rows = max(1, _MOST_SCORES // (indexer.num_heads * len(keys)))

@@ -31,7 +31,10 @@ __all__ = ["Placement", "rank_slices"]
 
 @dataclass(frozen=True, eq=False)
 class Placement:
-    """Which tokens of one micro-batch each rank of `channel` has; `SequenceSplit` as routes."""
+    """The tokens of a micro-batch on each rank of `channel`, and routes that send what mixers need.
+
+    Routes and indices are computed from a `SequenceSplit` at first use, and serve all layers.
+    """
 
     channel: Channel
     split: SequenceSplit
@@ -43,14 +46,14 @@ class Placement:
     ) -> Placement:
         """Return the placement of `rows` (number of sequences, tokens of each) over `channel`.
 
-        The order of tokens is that of `sequence`. `bounds`: a 0, then the ends of the documents,
-        counted over all sequences; empty: each sequence is one document.
+        Ranks take tokens in the order of `sequence.order`. `bounds`: a 0, then the ends of the
+        documents, counted over all sequences; empty: each sequence is one document.
         """
         return cls(channel, rank_slices(sequence, channel.size, rows, tuple(bounds)))
 
     @cached_property
     def segments(self) -> tuple[int, ...]:
-        """Number of tokens of each of this rank's slices, in order; adjacent slices are one."""
+        """Number of tokens of each of this rank's slices; adjacent slices are joined into one."""
         return tuple((self._slices.end - self._slices.begin)[self._own].tolist())
 
     @cached_property
@@ -93,8 +96,8 @@ class Placement:
         States are sent like keys of a causal mask over documents with one token for each slice:
         slice i sees tokens 0 to i.
         """
-        # Number each slice within its document, over all ranks, in the document's order: subtract
-        # the index of the document's first slice, which `maximum.accumulate` carries along.
+        # Number the slices of each document, over all ranks, in the order of tokens: subtract from
+        # a slice's index that of its document's first slice, carried on by `maximum.accumulate`.
         number = np.zeros(len(self._slices.rank), np.int64)
         order = np.argsort(self._slices.begin, kind="stable")
         firsts = self._slices.begin[order] == self._slices.start[order]
@@ -120,13 +123,16 @@ class Placement:
 
     @cached_property
     def order(self) -> Tensor | None:
-        """Positions [T] of the tokens of rank 0, then of rank 1, and so on; None: 0 to T - 1."""
+        """Index of each token of rank 0, then of rank 1, and so on, in the order of documents: [T].
+
+        None if this is 0 to T - 1.
+        """
         order = self.split.order
         return None if (order == np.arange(len(order))).all() else torch.from_numpy(order)
 
     @cached_property
     def inverse(self) -> Tensor | None:
-        """The inverse of `order`: where each position's token is among all ranks' tokens, [T]."""
+        """The inverse permutation of `order` [T]: from the order of documents to that of ranks."""
         return None if self.order is None else self.order.argsort()
 
     @cached_property
@@ -150,11 +156,15 @@ class Placement:
 def rank_slices(
     sequence: SequenceRanks, num_ranks: int, rows: tuple[int, int], bounds: tuple[int, ...]
 ) -> SequenceSplit:
-    """Return the split of `rows` (sequences, tokens of each) over ranks; `bounds`: of documents."""
+    """Return the split of `rows` (number of sequences, tokens of each) over the ranks.
+
+    `bounds`: a 0, then the ends of the documents, counted over all sequences; empty: each sequence
+    is one document.
+    """
     batch, length = rows
     ends = np.array(bounds or [length * i for i in range(batch + 1)], np.int64)
     lengths = tuple(np.diff(ends).tolist())
-    # Position of each token in the order in which the ranks share each row: [rows, tokens].
+    # `order` [rows, tokens] has the index of each token, in the order in which ranks take tokens.
     if sequence.context.size > 1 and bounds:  # sequences are joined to one row
         order = sequence.order(lengths).numpy()[None]
     elif sequence.context.size > 1:
@@ -167,7 +177,10 @@ def rank_slices(
 
 
 def _slices_of(places: NDArray[np.int64], ends: NDArray[np.int64]) -> tuple[Slice, ...]:
-    """Return the slices of documents that these positions make up, given the documents' bounds."""
+    """Return the slices of documents that consist of the tokens at `places`, indices in all tokens.
+
+    `ends`: a 0, then the ends of the documents.
+    """
     document = np.searchsorted(ends, places, "right") - 1
     # A slice ends where the next position is not consecutive or in another document.
     breaks = np.flatnonzero((np.diff(places) != 1) | (np.diff(document) != 0)) + 1

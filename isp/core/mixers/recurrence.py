@@ -26,7 +26,7 @@ __all__ = [
 
 
 class Inputs(NamedTuple):
-    """The inputs of a scan: those of heads, those of groups of heads, and constants."""
+    """The inputs of a scan: one per head, one per group of heads, or the same for all tokens."""
 
     of_heads: tuple[Tensor, ...]
     """Inputs of each head, [T, H, ..]."""
@@ -56,7 +56,11 @@ class Inputs(NamedTuple):
 
 
 class Recurrence(Protocol):
-    """A linear recurrence, which scans the tokens of documents; splits of it use summaries."""
+    """A linear recurrence over the tokens of documents, such as the gated delta rule or Mamba.
+
+    If a document is split over ranks, each rank sends a summary of its slice, from which later
+    ranks compute the state before their own slices.
+    """
 
     def scan(
         self, inputs: Inputs, lengths: Sequence[int], initial: Tensor | None
@@ -71,7 +75,7 @@ class Recurrence(Protocol):
         """Return the number of elements of a document's state, for all heads."""
 
     def flops(self, inputs: Inputs) -> int:
-        """Return the FLOPs of a token in forward: products with states and with their changes."""
+        """Return the FLOPs of a token in forward: updates of the state, and products with it."""
 
     def summary(self, inputs: Inputs, lengths: Sequence[int]) -> Tensor:
         """Return the summary of each segment, its transition and final state from zero: [n, F]."""
@@ -108,7 +112,7 @@ def by_segment(
 
 
 def decays(logarithms: Tensor) -> tuple[Tensor, Tensor]:
-    """Return decays within chunks of c tokens, given the logarithms [n, H, c, ..] of each token's.
+    """Return decays within chunks of c tokens, given the logarithms [n, H, c, ..] of token decays.
 
     The first result [n, H, c, ..] is the decay from before the chunk to each token. The second
     [n, H, c, c, ..] has at (i, j) the decay from token j to token i, which is 0 if j is later.
@@ -116,7 +120,7 @@ def decays(logarithms: Tensor) -> tuple[Tensor, Tensor]:
     size, rest = logarithms.shape[2], (1,) * (logarithms.dim() - 3)
     ones = torch.ones(size, size, dtype=torch.bool, device=logarithms.device)
     seen, later = (ones.tril(at).view(size, size, *rest) for at in (0, -1))
-    # Sums over the tokens after j up to i. Differences of the cumulative sums below would lose all
+    # Sum over the tokens after j up to i. Differences of the cumulative sums below would lose all
     # digits after a strong decay.
     between = logarithms.unsqueeze(3).where(later, 0).cumsum(2)
     return logarithms.cumsum(2).exp(), between.masked_fill_(~seen, -torch.inf).exp_()

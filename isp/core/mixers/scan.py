@@ -46,7 +46,8 @@ def received_bytes(
     xs = [(_bytes(x), split.query) for x in inputs.of_heads]
     xs += [(_bytes(x), split.kv) for x in inputs.of_groups]
     out = _bytes(inputs.of_heads[0])
-    # A rank receives its heads of all other ranks' tokens, then its tokens' results of other heads.
+    # A rank receives the inputs of its heads for the tokens of other ranks. After the scan it
+    # receives, for its own tokens, the results of the heads of other ranks.
     by_heads = max(
         (total - tokens[rank]) * sum(len(heads[rank]) * each for each, heads in xs)
         + tokens[rank] * (inputs.num_heads - len(split.query[rank])) * out
@@ -80,7 +81,9 @@ def scan_by_heads(recurrence: Recurrence, inputs: Inputs, placement: Placement) 
             index = pinned_memory.send(torch.tensor(repeated), of_groups[0].device)
             of_groups = tuple(x.index_select(1, index) for x in of_groups)
         out, _ = recurrence.scan(Inputs(of_heads, of_groups, constants), lengths, None)
-    else:  # no heads, but backward must reach the exchange: the other ranks wait there
+    else:
+        # Without heads nothing is scanned. But the exchange in backward is a collective, so its
+        # inputs are joined to the result: backward then reaches it on this rank, too.
         out = joined(*gathered, *constants)
     return _to_tokens(out, split.query, placement)
 
@@ -96,19 +99,21 @@ def scan_by_state(recurrence: Recurrence, inputs: Inputs, placement: Placement) 
     route, summaries = placement.states, _summaries(recurrence, inputs, placement)
     tag = Tag(Purpose.STATES, tensor="scan.states")
     exchange = KeyExchange(placement.channel, route.on(summaries.device), tag)
-    # Summaries may be zeros without a graph. Joined to the inputs they have one: backward on this
-    # rank must reach the exchange.
+    # Summaries of zeros have no autograd graph. Join the inputs to them, so that backward reaches
+    # the exchange, a collective, on every rank.
     (seen,) = exchanged(exchange, joined(summaries, x, *others))
     if not lengths:
         return joined(x, seen)
     before = [
-        _state_after(recurrence, inputs, of_slice[:-1])  # the last is the slice's own
+        # The last summary is left out: it belongs to the slice itself.
+        _state_after(recurrence, inputs, of_slice[:-1])
         for of_slice in seen.split(route.mask.key_lengths)
     ]
     # If no slice has an earlier one, the kernel is called without initial states.
     zeros = next((torch.zeros_like(s) for s in before if s is not None), None)
     initial = None if zeros is None else torch.stack([zeros if s is None else s for s in before])
-    # `seen` may be unused; backward must reach its exchange nevertheless.
+    # `seen` is unused if no slice has an earlier one. It is joined to the result so that backward
+    # reaches its exchange nevertheless.
     return joined(recurrence.scan(inputs, lengths, initial)[0], seen)
 
 
@@ -182,7 +187,10 @@ def _bytes(x: Tensor) -> int:
 def _exchange(
     placement: Placement, cuts: Sequence[tuple[tuple[range, ...], int]], what: str
 ) -> Exchange:
-    """Return the exchange of tensors [T, H * width] for `cuts`: (heads of each rank, width)."""
+    """Return the exchange that shards the heads of tensors [.., H * width] and gathers all tokens.
+
+    `cuts` has for each tensor: the heads of each rank, and its elements of a token in one head.
+    """
     spread = tuple(
         Cut(1, tuple(range(r.start * width, r.stop * width) for r in heads))
         for heads, width in cuts

@@ -32,7 +32,10 @@ _CHUNK = 64
 
 @dataclass(frozen=True, kw_only=True)
 class _StateSpace:
-    """The base of both scans: `of_heads` are x, dt, `of_groups` B, C, constants A, D, dt_bias."""
+    """The base of the scans of Mamba and Mamba2.
+
+    Of the `Inputs`, `of_heads` are x and dt, `of_groups` B and C, `constants` A, D and dt_bias.
+    """
 
     dt_softplus: bool
     """True: dt is softplus(dt + dt_bias); False: dt + dt_bias."""
@@ -69,7 +72,7 @@ class _StateSpace:
         return x.shape[1:].numel() * B.shape[-1]
 
     def flops(self, inputs: Inputs) -> int:
-        """Return the FLOPs of a token: the change of a state, and its product with C."""
+        """Return the FLOPs of a token: the update of a state, and its product with C."""
         x, B = inputs.of_heads[0], inputs.of_groups[0]
         return 4 * x.shape[1:].numel() * B.shape[-1]
 
@@ -133,7 +136,10 @@ class Mamba2(_StateSpace):
         return out, self._from_zero(inputs, lengths) if states is None else states
 
     def _from_zero(self, inputs: Inputs, lengths: Sequence[int]) -> Tensor:
-        """Return the sum of what each token writes, decayed to its segment's end: not by a scan."""
+        """Return the final states of segments that begin with zeros, without a scan.
+
+        A state is the sum of what the tokens write, each decayed to the end of the segment.
+        """
         states = []
         xs, dts, A, _, Bs, _ = self._read(inputs)
         for x, dt, B in zip(*(t.split(list(lengths)) for t in (xs, dts, Bs)), strict=True):
@@ -155,8 +161,9 @@ class Mamba2(_StateSpace):
         x, decay = x * dt.unsqueeze(-1), A * dt
         x, decay, B, C = (in_chunks(t, size) for t in (x, decay, B, C))  # [n, H, c, ..]
         kept, pair = decays(decay)  # [n, H, c], [n, H, c, c]
-        inside = ((C @ B.mT) * pair) @ x  # results from tokens of the same chunk
-        # What a chunk adds to the state at its end, and what reads the state before the chunk.
+        inside = ((C @ B.mT) * pair) @ x  # what a token reads of its own chunk
+        # `written` is what a chunk adds to the state at its end. `asked` is C with decays, by which
+        # the chunk's tokens read the state before the chunk.
         written = (x * pair[:, :, -1].unsqueeze(-1)).mT @ B  # [n, H, P, N]
         asked = C * kept.unsqueeze(-1)  # [n, H, c, N]
         begins = []  # the state before each chunk; only this loop is sequential

@@ -52,7 +52,7 @@ def test_a_window_costs_no_more_than_its_width() -> None:
     [
         ([3, 4], (1, 8, 8), "rise from 0 to the 8 tokens"),
         ([6, 2], (2, 4, 4), "cannot span two sequences"),
-        ([4, 4], (2, 4, 5), "as many queries as keys, or cu_seqlens_k, got 4 and 5"),
+        ([4, 4], (2, 4, 5), "with 4 queries and 5 keys need cu_seqlens_k"),
         ([5, -1], (1, 4, 4), "rise from 0"),
     ],
 )
@@ -68,7 +68,7 @@ def test_documents_that_do_not_fit_are_refused(
     ("key_lengths", "sizes", "message"),
     [
         ([3, 4], (1, 5, 8), "cu_seqlens_k must rise from 0 to the 8"),
-        ([3, 5], (2, 4, 4), "for one sequence of keys, got 2"),
+        ([3, 5], (2, 4, 4), "a batch of one sequence, got 2"),
         ([3, 5], (1, 4, 8), "cu_seqlens must rise from 0 to the 4"),
     ],
 )
@@ -102,5 +102,7 @@ def test_wrong_masks_are_refused() -> None:
     with pytest.raises(ValueError, match=r"int32 .* got torch.int64"):
         Mask(cu_seqlens=torch.tensor([0, 4]))
     for queries in (None, torch.tensor([0, 4, 5], dtype=torch.int32)):
-        with pytest.raises(ValueError, match=r"cu_seqlens_k must be like cu_seqlens, got .*\[2\]"):
+        with pytest.raises(
+            ValueError, match=r"cu_seqlens_k must have the dtype and shape of cu_seqlens, .*\[2\]"
+        ):
             Mask(cu_seqlens=queries, cu_seqlens_k=torch.tensor([0, 4], dtype=torch.int32))

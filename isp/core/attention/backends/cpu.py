@@ -99,7 +99,7 @@ def _attend(
     for block in blocks:
         result, logsumexp = cpu_attention(
             *_inputs(block, q, k, v),
-            0.0,  # dropout
+            0.0,  # no dropout
             block.is_causal_square,
             attn_mask=_mask(block, q),
             scale=scale,
@@ -122,7 +122,8 @@ def _gradients(
     """Return the gradients of q [T, H, d], k and v [T, K, d], summed over blocks."""
     group = q.shape[1] // k.shape[1]
     dq, dk, dv = (x.new_zeros(x.shape) for x in (q, k, v))
-    if dout.stride(-1) != 1:  # the kernel reads contiguous rows; an expanded gradient has none
+    # The kernel needs a contiguous last dim, which a gradient from `expand` does not have.
+    if dout.stride(-1) != 1:
         dout = dout.contiguous()
     for block in blocks:
         of_query, *of_keys = cpu_attention_backward(
@@ -135,7 +136,9 @@ def _gradients(
             attn_mask=_mask(block, q),
             scale=scale,
         )
-        _queries(block, dq, group).copy_(of_query)  # a query is in one block, a key in several
+        # A query is in one block, so its gradient is copied; a key is in several blocks, so the
+        # gradients of keys and values are added.
+        _queries(block, dq, group).copy_(of_query)
         for total, grad in zip((dk, dv), of_keys, strict=True):
             summed = grad.sum(1) if group > 1 else grad[:, 0]  # [K, rows, d]
             total[block.slices[1]].add_(summed.transpose(0, 1))
@@ -169,7 +172,8 @@ def _mask(block: MaskBlock, like: Tensor) -> Tensor | None:
     if block.visible == EVERYTHING or block.is_causal_square:
         return None
     rows, width = len(block.query), len(block.key)
-    small = rows * width <= _SMALL and type(like) is Tensor  # a fake tensor must not be cached
+    # Cache small masks, but no fake tensor (of a rehearsal): a later step would get it.
+    small = rows * width <= _SMALL and type(like) is Tensor
     make = _small_band if small else _band
     return make(rows, width, block.visible, like.dtype, like.device)
 
@@ -197,6 +201,6 @@ def _inputs(block: MaskBlock, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, 
 
 
 def _queries(block: MaskBlock, x: Tensor, group: int) -> Tensor:
-    """Return the block's query rows of x [T, H, d] as a view [K, G, rows, d]."""
+    """Return x [T, H, d] at the block's queries, as a view [K, G, queries, d]."""
     heads: Tensor = x[block.slices[0]].unflatten(1, (-1, group))
     return heads.permute(1, 2, 0, 3)

@@ -68,8 +68,9 @@ class ExplicitAttention:
     ) -> Tensor:
         """Attend with q [B, Sq, H, d] to k and v [B, Sk, K, d], sinks [H] -> [B, Sq, H, d].
 
-        q has extra features if `sinks` are profiles. `chosen` needs a mask without a window, and
-        the keys of each document from its first token on.
+        If `sinks` are profiles [H, r, E], q has extra features (see the class). If keys are
+        `chosen`, the mask must have no window, and k must have each document's keys from its first
+        token on.
         """
         # Indices of chosen keys count from the first key of a block, which a window would shift.
         assert chosen is None or mask.window is None
@@ -80,7 +81,9 @@ class ExplicitAttention:
             lengths,
             causal=mask.causal,
             window=mask.window,
-            split_up_to=q.shape[1],  # all: plain products have no causal flag
+            # Split causal squares of every size: the products here have no flag that would skip
+            # the hidden half.
+            split_up_to=q.shape[1],
             rows=block_rows(q.shape[2], max(keys for _, keys in lengths)),
         )
         if sinks is not None:
@@ -108,7 +111,7 @@ class ExplicitAttention:
         logits = torch.einsum("rkgd,ckd->kgrc", grouped, k) * scale
         if self.softcap is not None:
             logits = self.softcap * torch.tanh(logits / self.softcap)
-        if sinks is not None and sinks.dim() == 3:  # profiles of a bias by distance
+        if sinks is not None and sinks.dim() == 3:  # `sinks` are profiles of a bias
             states, own_sink = more.split((sinks.shape[1], more.shape[-1] - sinks.shape[1]), -1)
             logits = logits + _by_distance(states, sinks, block).view(logits.shape)
             sinks = own_sink.permute(1, 0, 2) if own_sink.shape[-1] else None
@@ -117,7 +120,7 @@ class ExplicitAttention:
             logits = logits.masked_fill(~seen, -torch.inf)
         if chosen is not None:
             logits = logits.masked_fill(~chosen, -torch.inf)
-        if sinks is not None:  # a column of logits for the softmax, cut off after it
+        if sinks is not None:  # add a column of logits before the softmax, drop it afterwards
             column = sinks.reshape(*logits.shape[:2], -1, 1).expand(*logits.shape[:3], 1)
             logits = torch.cat([logits, column], -1)
         weights = logits.softmax(-1)[..., : k.shape[0]]
@@ -127,9 +130,9 @@ class ExplicitAttention:
 def _by_distance(states: Tensor, profiles: Tensor, block: MaskBlock) -> Tensor:
     """Return the bias of logits: states [R, H, r], profiles [H, r, E] -> [H, R, C]."""
     queries, keys = (torch.arange(len(x), device=states.device) for x in (block.query, block.key))
-    back = queries.unsqueeze(1) + block.diagonal - keys  # tokens from a key to a query, [R, C]
+    back = queries.unsqueeze(1) + block.diagonal - keys  # tokens from key to query, [R, C]
     num_distances = profiles.shape[2]
-    # The bias of each query at all E distances; then, for each key, the one at its distance.
+    # Compute the bias of each query at all E distances, then pick each key's distance from these.
     at_each = torch.einsum("rhx,hxe->hre", states, profiles)
     places = back.clamp(0, num_distances - 1).expand(len(profiles), -1, -1)
     return at_each.gather(2, places).masked_fill((back < 0) | (back >= num_distances), 0)
@@ -171,9 +174,10 @@ class _Blocks(Function):
             leaves = [None if x is None else x.detach().requires_grad_() for x in parts]
             with torch.enable_grad():
                 out = ctx.attention.attend(*leaves, block, _chosen(numbers, ctx.run, block))
-            given = [x for x in leaves if x is not None]  # the sinks, if any, are last
+            given = [x for x in leaves if x is not None]  # q, k, v and, if there are any, sinks
             grads = torch.autograd.grad(out, given, dout[rows])
-            # The first three: q, k and v. Keys are in several blocks, and sinks in all.
+            # This loop ends after the gradients of q, k and v. All are added: a key is in several
+            # blocks. Sinks are in all blocks, so their gradient is added whole, below.
             for total, grad, where in zip(totals, grads, (rows, keys, keys), strict=False):
                 assert total is not None
                 total[where] += grad

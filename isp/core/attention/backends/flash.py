@@ -60,7 +60,8 @@ class FlashAttention:
         }
         if self.softcap is not None:
             options["softcap"] = self.softcap
-        if torch.are_deterministic_algorithms_enabled():  # packages do not read torch's setting
+        # The flash-attn packages do not read torch's setting, so it is passed to them.
+        if torch.are_deterministic_algorithms_enabled():
             options["deterministic"] = True
         if mask.cu_seqlens is None:
             return _only_output(self._dense(q, k, v, **options))
@@ -77,7 +78,7 @@ class FlashAttention:
         return _only_output(out).view(q.shape)
 
     def _window(self, mask: AttentionMask) -> tuple[int | None, int | None]:
-        """Return how many keys are seen before and after a query's own, which is not counted."""
+        """Return how many keys a query sees before and after its own key, which is not counted."""
         if mask.window is None:
             return self._no_limit, self._no_limit
         return mask.window - 1, 0 if mask.causal else mask.window - 1
@@ -93,7 +94,7 @@ def _imported(module: str, function: str) -> Callable[..., Any]:
 
 
 def _only_output(result: Any) -> Tensor:
-    """Return the output of a kernel: some versions return (output, logsumexp), others only it."""
+    """Return a kernel's output, also for versions that return a tuple (output, logsumexp)."""
     out: Tensor = result[0] if isinstance(result, tuple) else result
     return out
 

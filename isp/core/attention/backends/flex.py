@@ -38,7 +38,8 @@ class FlexAttention:
     """Local attention whose logits x become softcap * tanh(x / softcap)."""
 
     def __init__(self, *, scale: float | None = None, softcap: float) -> None:
-        from torch.nn.attention.flex_attention import flex_attention  # loads the compiler
+        # Imported only where it is used, because it loads torch's compiler.
+        from torch.nn.attention.flex_attention import flex_attention
 
         self.scale = scale
         self.softcap = softcap
@@ -65,12 +66,14 @@ class FlexAttention:
                 block_mask=self._blocks(mask, sizes, q.device),
                 scale=self.scale,
                 enable_gqa=q.shape[2] != k.shape[2],
-                kernel_options={"BACKEND": "TRITON"},  # one kernel also below 128 queries
+                # For fewer than 128 queries torch would compile another kernel (for decoding).
+                kernel_options={"BACKEND": "TRITON"},
             )
         return out.squeeze(0).transpose(0, 1).reshape(q.shape)
 
 
-@torch.inference_mode(False)  # cached: a mask made in inference mode could not serve training
+# The result is cached, and training could not use a mask that was made in inference mode.
+@torch.inference_mode(False)
 def _blocks(mask: AttentionMask, sizes: tuple[int, int, int], device: torch.device) -> BlockMask:
     """Return the block mask of B rows of Sq queries and Sk keys (`sizes`), joined into one row."""
     from torch.nn.attention.flex_attention import BlockMask
@@ -78,10 +81,12 @@ def _blocks(mask: AttentionMask, sizes: tuple[int, int, int], device: torch.devi
     low, high = (pinned_memory.send(x, device) for x in _runs(mask, sizes))
     num_queries, num_keys = len(low), sizes[0] * sizes[2]
     rows = torch.arange(-(-num_queries // _BLOCK) * _BLOCK, device=device)
-    rows = rows.clamp_(max=num_queries - 1).view(-1, _BLOCK)  # the last query fills its block
+    # The last block may have fewer than 128 queries: its last query is repeated to fill it.
+    rows = rows.clamp_(max=num_queries - 1).view(-1, _BLOCK)
     lows, highs = low[rows], high[rows]  # [R, 128]
     begin = torch.arange(0, num_keys, _BLOCK, device=device)  # first key of each block, [C]
-    # Blocks of keys that some queries may see, and those that all queries of a block see whole.
+    # `some` marks blocks of keys of which a query of the block may see a part; `whole` marks those
+    # that all its queries see completely, for which the kernel needs no mask.
     some = (begin < highs.amax(1, True)) & (begin + _BLOCK > lows.amin(1, True))  # [R, C]
     whole = (begin >= lows.amax(1, True)) & (begin + _BLOCK <= highs.amin(1, True))
 
@@ -116,9 +121,10 @@ def _runs(mask: AttentionMask, sizes: tuple[int, int, int]) -> tuple[Tensor, Ten
 
 
 def _numbered(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the number of True columns in each row of `blocks` [R, C]; and columns, True first.
+    """Return the number of True columns in each row of `blocks` [R, C], and column indices.
 
-    The two tensors [1, 1, R] and [1, 1, R, C] are what `BlockMask.from_kv_blocks` expects.
+    In each row, the indices of True columns come first. The two tensors [1, 1, R] and [1, 1, R, C]
+    are what `BlockMask.from_kv_blocks` expects.
     """
     numbers = blocks.int().argsort(dim=1, descending=True, stable=True)
     return blocks.sum(1, dtype=torch.int32)[None, None], numbers.int()[None, None]

@@ -40,7 +40,10 @@ class LseKernel(Protocol):
         lse: Tensor,
         mask: AttentionMask,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the gradients of q, k, v for these keys; `out` and `lse` are those of all keys."""
+        """Return the gradients of q, k and v for these keys.
+
+        `out` and `lse` are the merged results over all keys, not only over these.
+        """
         ...
 
 
@@ -74,7 +77,7 @@ class FlashKernel:
         mask: AttentionMask,
     ) -> tuple[Tensor, Tensor, Tensor]:
         ends, longest = mask.cu_seqlens_on(q.device), mask.max_lengths
-        unused = (q.new_zeros(2, dtype=torch.uint64), q.new_empty(0))  # rng state of dropout
+        unused = (q.new_zeros(2, dtype=torch.uint64), q.new_empty(0))  # random state of dropout
         dq, dk, dv = flash_attention_backward(
             dout,
             q,

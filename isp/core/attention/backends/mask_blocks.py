@@ -99,7 +99,7 @@ def document_lengths(
     return tuple(zip(mask.lengths, mask.key_lengths, strict=True))
 
 
-@lru_cache(maxsize=64)  # all layers of a kind need the same blocks
+@lru_cache(maxsize=64)  # cached because all layers of a kind need the same blocks
 def blocks_of(
     lengths: tuple[tuple[int, int], ...],
     *,
@@ -147,9 +147,9 @@ def document_blocks(
 ) -> list[MaskBlock]:
     """Return the blocks of one document, whose last query is aligned with its last key.
 
-    A document that needs no mask, or a causal square, is one block; other documents are cut into
-    blocks of `rows` queries, and so is a causal square of up to `split_up_to` queries. Queries that
-    see no key are in no block.
+    A document that needs no mask is one block, and so is a causal square (as many queries as keys)
+    of more than `split_up_to` queries. Other documents are cut into blocks of `rows` queries.
+    Queries that see no key are in no block.
     """
     offset = num_keys - num_queries
     # Query i sees key j if low <= j - i <= high; its own key is i + offset.
@@ -178,7 +178,8 @@ def _block(
         0 if low is None else max(0, start + low),
         num_keys if high is None else min(num_keys, stop + high),
     )
-    # `low` and `high` count from the document's first query and key; a block's from its own.
+    # `low` and `high` count from the document's first query and key. The limits of a block count
+    # from the first query and key of the block.
     by = key.start - start
     visible = Visible(None if low is None else low - by, None if high is None else high - by)
     return MaskBlock(query, key, visible.within(len(query), len(key)), offset - by)

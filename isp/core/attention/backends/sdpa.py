@@ -37,10 +37,10 @@ _FUSED = (
 class SdpaAttention:
     """Local attention by torch's fused kernels, exact for packed documents and windows.
 
-    torch runs the first of `kernels` that supports a call: in the order given if `in_order`, else
-    in its own order for the device. cuDNN's kernel does not support a single key, deterministic
-    algorithms and, in some versions, band masks or fewer queries than keys (as context ranks have).
-    The other kernels are deterministic if torch is set to be.
+    torch runs the first of `kernels` that supports a call: in the given order if `in_order`, else
+    in the order that torch prefers on the device. cuDNN's kernel does not support a single key,
+    deterministic algorithms and, in some versions, band masks or fewer queries than keys (as
+    context ranks have). The other kernels are deterministic if torch's deterministic mode is on.
     """
 
     def __init__(

@@ -45,8 +45,10 @@ class SinkAttention:
         return out.view(q.shape).to(q.dtype)
 
 
-@lru_cache(maxsize=16)  # the mask object caches its copy on the device
-@torch.inference_mode(False)  # cached: a mask made in inference mode could not serve training
+# Cached so that one mask object is reused: it keeps its bounds on the device, which are then copied
+# once. Made outside of inference mode, or training could not use a mask that inference made first.
+@lru_cache(maxsize=16)
+@torch.inference_mode(False)
 def _of_rows(rows: int, queries: int, keys: int, causal: bool, window: int | None) -> AttentionMask:
     """Return the mask of equal rows, each of which is a document, joined into one sequence."""
     lengths = [queries] * rows, [keys] * rows
@@ -54,7 +56,10 @@ def _of_rows(rows: int, queries: int, keys: int, causal: bool, window: int | Non
 
 
 class _Sinks(Function):
-    """The autograd function of `SinkAttention`, by the formulas in the docstring of this file."""
+    """The autograd function of `SinkAttention`: scales the output of attention without sinks.
+
+    With all = log(e^lse + e^sink), forward multiplies the output by e^(lse - all).
+    """
 
     @staticmethod
     def forward(
@@ -81,7 +86,7 @@ class _Sinks(Function):
         q, k, v, sinks, out, total = ctx.saved_tensors
         # Given `total` as lse, the kernel computes the weights of the softmax with the sink.
         grads = ctx.kernel.gradients(dout, q, k, v, out, total, ctx.mask)
-        # In pieces: all products in float32 at once would take twice the output's memory.
+        # Multiply in pieces: all products in float32 at once would take twice the output's memory.
         parts = zip(dout.split(_ROWS), out.split(_ROWS), strict=True)
         along = torch.cat([(a.to(total.dtype) * b).sum(-1) for a, b in parts])  # [T, H]
         d_sinks = -((sinks.to(total.dtype) - total).exp_() * along).sum(0)

@@ -62,10 +62,12 @@ class ContextAttention:
     """Attention to tokens that are sharded over `channel`, on each rank by `local_attention`.
 
     One object serves all layers. A rank's tokens are in the order of its slices, row by row.
-    `windows` are those of the model's layers; the split balances their work. `stripes` is the
-    number of stripes of KV heads; None: it follows from their bytes. With `ring`, layers without
-    windows, sinks, chosen keys and soft caps get one block of keys after another and never have all
-    of them in memory, if there is a kernel that returns the log-sum-exp; other layers gather.
+    `windows` are the windows of all layers of the model: the split of tokens balances their work.
+    `stripes` is the number of stripes of KV heads; None: it follows from their bytes.
+
+    With `ring`, a layer attends to one block of keys after another and never has all keys in
+    memory. This needs a kernel that returns the log-sum-exp, and a layer without window, sinks,
+    chosen keys and soft cap; other layers gather the keys of all ranks.
     """
 
     def __init__(
@@ -92,10 +94,11 @@ class ContextAttention:
     ) -> Tensor:
         """Attend with q [B, S/c, h, d] to k and v [B, S/c, k, d] -> [B, S/c, h, d].
 
-        `mask` is that of the whole rows, before tokens were arranged by rank; without documents,
-        each row is cut the same way. `extras` are those of `DistributedAttention`. Raises
-        ValueError if the number of tokens is not that of the split, or if a mask that is not causal
-        has a window.
+        `mask` describes whole rows, in the order before their tokens were arranged by rank. If it
+        has no documents, every row is cut in the same way. `extras` are further arguments of the
+        local attention, as in `DistributedAttention.__call__`. Raises ValueError if q does not have
+        the number of tokens that the split gives this rank, or if a mask that is not causal has a
+        window.
         """
         if self.channel.size == 1:
             return self.local_attention(q, k, v, mask=mask, **extras)
@@ -104,8 +107,9 @@ class ContextAttention:
             kernel = self._lse_kernel(q)
         routes = self._routes(q, mask, in_ring=kernel is not None)
         if not routes[0].is_local:
-            # A copy: q may be a view of a message that also has k and v, and autograd saves q for
-            # backward. That would keep k and v alive, which the exchanged ones replace.
+            # Copy q if it is a view of a message that also has k and v. Autograd saves q for
+            # backward, and a view would keep this rank's k and v in memory, although only the
+            # exchanged keys and values are needed.
             q = q.contiguous()
         tokens = _Tokens(q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), extras)
         if routes[0].is_local:
@@ -118,7 +122,10 @@ class ContextAttention:
         return out.view(*q.shape[:-1], out.shape[-1])
 
     def _lse_kernel(self, q: Tensor) -> LseKernel | None:
-        """Return the kernel whose results a ring merges, or None; chosen once per kind of q."""
+        """Return the kernel whose results a ring merges; None if there is none for q.
+
+        The choice is cached by q's dtype, head size and device.
+        """
         kind = q.dtype, q.shape[-1], q.device
         if kind not in self._kernels:
             self._kernels[kind] = lse_kernel(self.local_attention, q)
@@ -140,7 +147,8 @@ class ContextAttention:
     def _num_stripes(self, tokens: _Tokens, route: Route) -> int:
         """Return the number of stripes; the same on all ranks, because each is a collective."""
         k = tokens.k
-        if "chosen" in tokens.extras:  # chosen keys are given for all heads together
+        # Chosen keys are one tensor for all heads, which `_Tokens.stripes` does not cut.
+        if "chosen" in tokens.extras:
             return 1
         if self.stripes is not None:
             return min(self.stripes, k.shape[1])
@@ -155,9 +163,11 @@ class ContextAttention:
     def _attend(self, tokens: _Tokens, mask: AttentionMask) -> Tensor:
         """Return the local attention of `tokens`, [T, h, d]."""
         q, k, v, extras = tokens
-        if not len(q):  # backward must reach the exchange: the other ranks wait there
+        # Without queries nothing is computed. But the exchange in backward is a collective, so its
+        # inputs are joined to the result: backward then reaches it on this rank, too.
+        if not len(q):
             return joined(q.new_empty(*q.shape[:-1], v.shape[-1]), q, k, v, extras.get("sinks"))
-        # One row: the slices of all rows are the documents of `mask`.
+        # Pass one row. Its documents, as `mask` has them, are the slices of all rows.
         attended = self.local_attention(*(x[None] for x in (q, k, v)), mask=mask, **extras)
         return attended.squeeze(0)
 
@@ -174,8 +184,8 @@ class ContextAttention:
         if routes[0].num_tokens != batch_size * length:
             raise ValueError(
                 f"context rank {self.channel.rank} of {self.channel.size} has"
-                f" {routes[0].num_tokens} tokens by the split, got {batch_size} x {length}: the"
-                f" tokens of a micro-batch must be arranged by the split of its documents"
+                f" {routes[0].num_tokens} tokens by the split, got {batch_size} x {length}: pass"
+                f" the mask of the whole rows, and tokens arranged by the split of its documents"
             )
         return routes
 
@@ -211,7 +221,8 @@ class _Tokens(NamedTuple):
         if number == 1:
             return [self]
         heads, group = self.k.shape[1], self.q.shape[1] // self.k.shape[1]
-        sizes = [len(range(i, heads, number)) for i in range(number)]  # differ by at most one
+        # KV heads of each stripe: any two stripes differ by at most one.
+        sizes = [len(range(i, heads, number)) for i in range(number)]
         queries = [group * size for size in sizes]
         extras: list[dict[str, Any]] = [{}] * number
         if "sinks" in self.extras:
@@ -221,9 +232,9 @@ class _Tokens(NamedTuple):
 
 
 def lse_kernel(local: LocalAttention, q: Tensor) -> LseKernel | None:
-    """Return a kernel that computes the same as `local` and returns the log-sum-exp, or None.
+    """Return a kernel that computes the same as `local` and also returns the log-sum-exp, or None.
 
-    Logs a warning if there is none only because of the dtype or the head size of q.
+    Logs a warning if the dtype, head size or device of q is the only reason for None.
     """
     if isinstance(local, LseKernel):
         return local
@@ -232,11 +243,13 @@ def lse_kernel(local: LocalAttention, q: Tensor) -> LseKernel | None:
     if isinstance(local, FlashAttention) and local.softcap is not None:
         return None
     is_narrow, size = q.dtype in (torch.bfloat16, torch.float16), q.shape[-1]
-    if q.is_cuda and is_narrow and size % 8 == 0 and size <= 256:  # what flash attention takes
+    # Flash attention needs CUDA, 16-bit floats and one of these head sizes.
+    if q.is_cuda and is_narrow and size % 8 == 0 and size <= 256:
         return FlashKernel(local.scale)
     logger.warning(
-        "attention: keys are gathered, not sent in a ring: its kernel, flash attention on CUDA,"
-        " needs 16-bit floats and a head size up to 256, a multiple of 8, not %s and %d on %s",
+        "attention: keys are gathered instead of sent in a ring, because ring attention needs flash"
+        " attention: CUDA, 16-bit floats, and a head size that is a multiple of 8 up to 256. Here"
+        " q is %s with head size %d on %s",
         *(q.dtype, size, q.device.type),
     )
     return None

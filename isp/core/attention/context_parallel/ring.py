@@ -39,7 +39,7 @@ __all__ = ["Ring", "ring_attention"]
 
 def ring_attention(q: Tensor, k: Tensor, v: Tensor, ring: Ring) -> Tensor:
     """Attend with q [T, h, d] to all ranks' keys; k, v [T, k, d] are this rank's -> [T, h, d]."""
-    # Keys and values in one tensor [T, 2, k, d]: each step sends one message.
+    # Put keys and values in one tensor [T, 2, k, d], so that each step sends one message.
     out: Tensor = _RingAttention.apply(q, torch.stack((k, v), 1), ring)
     return out
 
@@ -59,7 +59,7 @@ class Ring:
             )
             for step, route in enumerate(routes)
         )
-        # A step in which no rank receives anything is left out on all of them.
+        # All ranks leave out a step in which no rank receives anything.
         self.steps = [own, *(step for step in others if step.route.most_received)]
 
     def attend(self, q: Tensor, kv: Tensor) -> tuple[Tensor, Tensor]:
@@ -71,10 +71,10 @@ class Ring:
         total, lse = q.new_zeros(q.shape, dtype=dtype), q.new_zeros(q.shape[:2], dtype=dtype)
         for number, (step, k, v) in enumerate(self._blocks(kv)):
             rows, mask = step.route.queries, step.route.mask
-            if not len(k):  # this rank sees none of the step's keys; another rank sees some
+            if not len(k):  # this rank's queries see no key of this step
                 continue
             out, part = self.kernel.with_lse(_at(q, rows), k, v, mask)
-            if number == 0:  # every query sees itself, so this fills all rows
+            if number == 0:  # step 0 has every query, because each sees its own key
                 total, lse = out.to(dtype), part.to(dtype)
                 continue
             # Softmax results of two sets of keys are weighted by e^(lse of the set - lse of both).
@@ -99,9 +99,10 @@ class Ring:
                 d_rows, *d_keys = self.kernel.gradients(d_out, queries, k, v, outs, lses, mask)
                 dq = _put(dq, rows, _at(dq, rows) + d_rows)
                 d_block = torch.stack(d_keys, 1).to(kv.dtype)
-            # Also if this rank has no keys here: the transfer is a collective.
+            # Send even if this rank's queries see no key of the step: the transfer is a collective.
             returning.append((step, step.send_back(d_block)))
-            if len(returning) > 1:  # the step before: its transfer overlapped this computation
+            # Wait for the gradients of the step before, whose transfer overlapped this computation.
+            if len(returning) > 1:
                 _add_returned(*returning.pop(0), dkv)
         _add_returned(*returning.pop(), dkv)
         return dq, dkv
@@ -141,10 +142,10 @@ def _add_returned(step: KeyExchange, returning: Pending, total: Tensor) -> None:
 
 
 def _at(x: Tensor, rows: Tensor | None) -> Tensor:
-    """Return the given rows of x; None: all."""
+    """Return x at the given token indices; None: x itself."""
     return x if rows is None else x.index_select(0, rows)
 
 
 def _put(x: Tensor, rows: Tensor | None, new: Tensor) -> Tensor:
-    """Return x with `new` written into the given rows, in place; None: return `new`."""
+    """Write `new` into x at the given token indices and return x; None: return `new`."""
     return new if rows is None else x.index_put_((rows,), new)

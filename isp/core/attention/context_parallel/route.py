@@ -53,17 +53,20 @@ class Route:
     most_received: int
     """Number of keys that the rank with most receives from the others."""
     send: Tensor
-    """Index of this rank's key in each row sent; the message to one rank has a key at most once."""
+    """Indices of the keys to send, among this rank's T tokens: the messages to rank 0, 1, .. one
+    after another. The message to one rank has a key at most once."""
     layout: Tensor
-    """Index [L] of the received key in each row that kernels get."""
+    """Indices [L] into the R received keys: which of them is at each place of the keys that the
+    kernel gets."""
     first: Tensor
-    """Index [R] of the first of the L rows that has each received key."""
+    """Indices [R] into the L keys of the kernel: where the first copy of each received key is."""
     again: tuple[tuple[Tensor, Tensor], ...]
-    """Pairs (indices of received keys, rows of further copies of them); pair i has the copies in
-    the slices that have number i + 1 in their document on this rank. A pair has a key at most once,
-    so `index_add_` adds copies in a fixed order."""
+    """Where the further copies of received keys are, as pairs of index tensors: keys among the R
+    received ones, and their copies among the L keys of the kernel. Pair 0 has the copies for the
+    second slice that this rank has of each document, pair 1 for the third, and so on. A pair has a
+    key at most once, so that `index_add_` adds copies in a fixed order."""
     queries: Tensor | None
-    """Indices of this rank's tokens that see any of these keys; None: all do."""
+    """Indices of this rank's tokens that see at least one key of the route; None: all tokens."""
     mask: AttentionMask
     """The mask for the kernel: each slice is a document, with the keys that it sees."""
     is_local: bool = False
@@ -85,30 +88,31 @@ class Route:
         `held`: the rank of each key. `sight` and `held` cover all ranks: every rank computes all
         messages by the same rule, so that senders and receivers agree.
         """
-        # Each key is sent to a rank once, for the first of its slices that sees it. Ranges of such
-        # keys are cut where the owner changes: range i goes to rank to[i], from rank by[i], and
-        # begins at row[i] of the tokens of rank by[i].
+        # A key is sent to a rank once, for the first slice of that rank that sees it. These keys
+        # form ranges, which are cut where the owner changes: range i is sent from rank by[i] to
+        # rank to[i], and row[i] is the index of its first key in the tokens of rank by[i].
         ends = held.begin + held.size
         of, piece, begin, size = _overlaps(sight.new, sight.high, held.begin, ends)
         to, by = sight.rank[of], held.rank[piece]
         row = held.row[piece] + begin - held.begin[piece]
         sends, mine = by == rank, np.flatnonzero(to == rank)
 
-        # Received ranges are in the order of the sending ranks, then of their places; range i
-        # begins at row at[i] of the R received keys.
+        # Received ranges are ordered by sending rank, then by place. Range i begins at index at[i]
+        # of the R received keys.
         arriving = mine[by[mine].argsort(kind="stable")]
         at = np.zeros(len(size), np.int64)
         at[arriving] = _starts(size[arriving])
 
-        # `layout`: for each slice of this rank, the received row of every key that it sees.
+        # `layout` lists, slice after slice of this rank, each key that the slice sees, by the index
+        # of that key among the received ones.
         own = np.flatnonzero((sight.rank == rank) & (sight.high > sight.low))
         low, high, new = sight.low[own], sight.high[own], sight.new[own]
         here = begin[mine]
         _, piece, seen, sizes = _overlaps(low, high, here, here + size[mine])
         layout = _ranges(at[mine][piece] + seen - here[piece], sizes)
 
-        # For backward: a key's first copy is in the slice for which it was sent; slices of this
-        # rank that are later in the document have the other copies.
+        # Find the copies of each key, whose gradients backward sums. The first copy is in the slice
+        # for which the key was sent, the others in later slices of the document on this rank.
         laid = np.zeros(len(sight.rank), np.int64)
         laid[own] = _starts(high - low)
         of = of[arriving]
@@ -118,8 +122,8 @@ class Route:
             repeated = np.flatnonzero((sight.number[own] == number) & (new > low))
             rows = _ranges(laid[own][repeated], (new - low)[repeated])
             again.append((_index(layout[rows]), _index(rows)))
-        # Counted for all ranks, not only this one: all ranks derive the same number of stripes from
-        # it, and skip the same steps of a ring.
+        # Count received keys for all ranks, not only this one: from the greatest count all ranks
+        # derive the same number of stripes, and skip the same steps of a ring.
         received = np.bincount(to[to != by], size[to != by], num_ranks)
         query_rows = _ranges(sight.row[own], sight.queries[own])
         lengths, num_tokens = sight.queries[own], int(sight.queries[sight.rank == rank].sum())
@@ -170,19 +174,20 @@ def gather_route(split: SequenceSplit, rank: int, *, causal: bool, window: int |
 def ring_routes(split: SequenceSplit, rank: int, *, causal: bool) -> tuple[Route, ...]:
     """Return a route for each ring step: at step t a rank sees keys of the t-th rank before it.
 
-    With `causal`, a slice sees all earlier keys of other ranks in its document, and no key of
-    another rank is inside of it. So only the first step, a rank's own keys, needs a causal mask.
+    With `causal`, keys of another rank in a slice's document are all before the slice, which sees
+    them all, or after it. So only the first step, a rank's own keys, needs a causal mask.
     """
     num_ranks, cut = len(split.slices), Slices.of(split)
-    # Here a place is an index into the tokens of rank 0, then rank 1, and so on, so that a rank's
-    # tokens are one range.
+    # In this function a place is an index into the tokens of all ranks, first those of rank 0, then
+    # of rank 1, and so on, so that a rank's tokens are one range of places.
     sizes = np.bincount(cut.rank, cut.end - cut.begin, num_ranks).astype(np.int64)
     held = _Held(np.arange(num_ranks), _starts(sizes), sizes, np.zeros_like(sizes))
-    places = np.append(_starts(cut.end - cut.begin), sizes.sum())  # of each slice's first token
-    row = 1 + sizes.sum()  # rank * row + token sorts slices by rank, then by token
+    # Place of each slice's first token; then the number of all tokens, as an end.
+    places = np.append(_starts(cut.end - cut.begin), sizes.sum())
+    row = 1 + sizes.sum()  # rank * row + token is a sort key: by rank, then by token
     routes = []
-    # For each step, the places of the first key and of the end of the keys that a slice sees among
-    # the tokens of rank `by`: found by bisection, as these are sorted by token.
+    # In each step a slice sees keys of one rank, `by`. As the slices of a rank are sorted by token,
+    # bisection finds the place of the first key that it sees, and the place after the last.
     for step in range(num_ranks):
         by = (cut.rank - step) % num_ranks
         low, high = (
@@ -209,7 +214,7 @@ class _Held(NamedTuple):
 
 
 class _Sight(NamedTuple):
-    """The keys that each slice of all ranks sees, as ranges [low, high) of places."""
+    """For each slice of all ranks, the keys that it sees: places from `low` to `high` - 1."""
 
     rank: _Ints
     """Rank that has the slice."""
@@ -222,9 +227,9 @@ class _Sight(NamedTuple):
     high: _Ints
     """Place after the last key that the slice sees."""
     new: _Ints
-    """Place of the first key that no earlier slice of the same rank sees."""
+    """Place of the slice's first key that no earlier slice of its document on the rank sees."""
     number: _Ints
-    """Index of the slice among its rank's slices of the document."""
+    """Index of the slice among the slices that its rank has of the document."""
 
 
 class Slices(NamedTuple):
@@ -257,12 +262,13 @@ class Slices(NamedTuple):
         document, begin, end = table.T
         goes_on = np.zeros(len(rank), bool)
         goes_on[1:] = (rank[1:] == rank[:-1]) & (document[1:] == document[:-1])
-        # Join adjacent slices: one range of keys then serves both.
+        # Join adjacent slices of a rank, so that one range of keys serves both.
         touches = goes_on & (begin == np.roll(end, 1))
         first, last = ~touches, ~np.roll(touches, -1)
         rank, document, goes_on = rank[first], document[first], goes_on[first]
         begin, end = begin[first], end[last]
-        # `before`: tokens of all earlier slices; minus those of earlier ranks, it is the row.
+        # `before` counts the tokens of all earlier slices. Without the tokens of earlier ranks, the
+        # count is the index of the slice's first token in its own rank's tokens.
         start, before = _starts(lengths)[document], _starts(end - begin)
         return cls(
             rank=rank,
@@ -280,10 +286,14 @@ class Slices(NamedTuple):
         return bool(((self.begin == self.start) & (self.end == self.stop)).all())
 
     def sight(self, low: _Ints, high: _Ints) -> _Sight:
-        """Return the keys that slices see, given ranges [low, high); `high` rises in a document."""
-        # A key before the `high` of the slice before, in the same rank and document, is not new.
+        """Return which keys each slice sees: places from `low` up to, not including, `high`.
+
+        Within a document, `high` must not decrease from one slice of a rank to the next.
+        """
+        # If the slice before is of the same rank and document, keys before its `high` are not new.
         new = np.where(self.goes_on, np.maximum(low, np.roll(high, 1)), low)
-        # Index of a slice minus that of the first slice of the same rank and document.
+        # Number the slices of a document on a rank: subtract the index of the first of them, which
+        # `maximum.accumulate` carries along.
         index = np.arange(len(self.rank))
         number = index - np.maximum.accumulate(np.where(self.goes_on, 0, index))
         return _Sight(self.rank, self.end - self.begin, self.row, low, high, new, number)
@@ -294,8 +304,8 @@ def _overlaps(
 ) -> tuple[_Ints, _Ints, _Ints, _Ints]:
     """Return the overlaps of ranges [low, high) with pieces [begin, end) that cover them.
 
-    Each overlap is given by the index of its range, that of its piece, its begin and its size, in
-    the order of the ranges, then of the pieces.
+    Returns four arrays with an element for each overlap: index of its range, index of its piece,
+    begin and size. Overlaps are ordered by range, then by the begin of the piece.
     """
     # Pieces tile the tokens, so a range overlaps consecutive pieces in the order of their begins,
     # from the last one that begins at or before `low`.
@@ -314,13 +324,13 @@ def _starts(sizes: _Ints) -> _Ints:
 
 
 def _ranges(begins: _Ints, sizes: _Ints) -> _Ints:
-    """Return the numbers of ranges [begin, begin + size), one range after another."""
-    # Number i of the result is i, plus the offset of the range that it is in.
+    """Return the integers in the ranges [begin, begin + size), one range after another."""
+    # Element i is i, plus the begin of its range, minus the sizes of all ranges before that.
     return np.repeat(begins - _starts(sizes), sizes) + np.arange(sizes.sum())
 
 
 def _counts(ranks: _Ints, sizes: _Ints, num_ranks: int) -> tuple[int, ...]:
-    """Return for each rank the sum of the sizes whose entry in `ranks` it is."""
+    """Return for each rank the sum of `sizes[i]` over all i with `ranks[i]` equal to the rank."""
     return tuple(np.bincount(ranks, sizes, num_ranks).astype(int).tolist())
 
 
@@ -330,10 +340,11 @@ def _index(numbers: _Ints) -> Tensor:
 
 @dataclass(frozen=True)
 class KeyExchange:
-    """The transfer of keys and values [T, ..] to ranks that need them, where they become [L, ..].
+    """The transfer of keys and values to the ranks that need them.
 
-    `go_back` sums the gradients of a key's copies on each rank, then these sums on the key's owner:
-    both in float32 or wider, in a fixed order.
+    `go_out` takes this rank's keys [T, ..] and returns the keys [L, ..] that its kernel needs.
+    `go_back` sums the gradients of a key's copies on each rank, then sends these sums to the rank
+    that owns the key, which adds them; both sums are in float32 or wider, in a fixed order.
     """
 
     channel: Channel
@@ -341,7 +352,7 @@ class KeyExchange:
     tag: Tag
 
     def go_out(self, xs: Sequence[Tensor]) -> Arrival:
-        """Launch the transfer of this rank's rows [T, ..] to the ranks that need them."""
+        """Launch the transfer of this rank's keys [T, ..] to the ranks that need them."""
         (x,), route = xs, self.route
         pending = self.channel.all_to_all_into(
             x.new_empty(sum(route.received), *x.shape[1:]),
@@ -365,10 +376,14 @@ class KeyExchange:
         return arrive
 
     def send_back(self, y: Tensor) -> Pending:
-        """Sum gradients [L, ..] over copies; send them to the keys' owners, for `add_to`."""
+        """Sum gradients [L, ..] over copies of a key, and launch the transfer to the keys' owners.
+
+        After the wait, `add_to` adds what arrived.
+        """
         route, dtype = self.route, wide(y.dtype)
         total = y.index_select(0, route.first).to(dtype)
-        for keys, rows in route.again:  # a key is once in each, so the order of sums is fixed
+        # A pair has a key at most once, so the order in which copies are added is fixed.
+        for keys, rows in route.again:
             total.index_add_(0, keys, y.index_select(0, rows).to(dtype))
         return self.channel.all_to_all_into(
             y.new_empty(len(route.send), *y.shape[1:]),
@@ -382,7 +397,8 @@ class KeyExchange:
         """Add received gradients to `total` [T, ..], in the order of ranks."""
         sizes = self.route.sent
         messages = zip(self.route.send.split(sizes), received.split(sizes), strict=True)
-        for keys, message in messages:  # a key is once in each, so the order of sums is fixed
+        # A message has a key at most once, so each key's sum is in the order of ranks.
+        for keys, message in messages:
             total.index_add_(0, keys, message.to(total.dtype))
 
 
