@@ -76,17 +76,18 @@ class Moves:
     y: Collective = _stay
     """Collective of the output."""
     dy: Collective = _stay
-    """Collective of the output's gradient; the dual of `y`."""
+    """Collective of the output's gradient: the backward of the collective `y`."""
     dx: Collective = _stay
-    """Collective of the input's gradient; the dual of `x`."""
+    """Collective of the input's gradient: the backward of the collective `x`."""
     regather_x: bool = False
     """Save x before its collective and run that again in backward: less memory, more traffic."""
 
 
 def moves_for(mode: Mode, role: Role, tensor: Channel, *, sequence_dim: int = 1) -> Moves:
-    """Return the collectives over `tensor` of a linear with `role` in `mode`, as the table has it.
+    """Return the collectives over `tensor` of a linear with `role` in `mode`.
 
-    The table is in this module's docstring. Sequences are gathered along `sequence_dim`.
+    They are those of the table in this module's docstring. Sequences are gathered and scattered
+    along `sequence_dim`.
     """
     if tensor.size == 1:
         return Moves()
@@ -130,7 +131,8 @@ def needs_grad(ctx: Any, count: int) -> list[NeedsGrad]:
             # The engine computes the gradient only if it will run the input's own node.
             runs = needed and will_run(nodes[index][0])
             found.append(_FLOW if runs else _NOTHING)
-        except RuntimeError:  # torch raises for a leaf whose gradient `autograd.grad` returns
+        except RuntimeError:
+            # `will_run` raises only for a leaf whose gradient `autograd.grad` is to return.
             found.append(_VALUE)
     return found
 
@@ -216,8 +218,8 @@ class _Linear(Function):
                 db = dy.flatten(0, -2).sum(0)
                 returned = needs_b is _VALUE
                 db = communicator.grad_hook(db, module=layer, is_bias=True, returned=returned)
-            # If weights are communicated, dW first: it is in flight by now, and the gather of the
-            # weight had the time of the product to arrive.
+            # If weights are communicated, dW was computed first: its reduce-scatter is in flight
+            # while dx is computed, and the weight that dx needs was gathered during the product dW.
             if full is not None and communicator.gathers_weights:
                 dx = _input_gradient(dy, full.weight, layer)
                 dx = _moved(moves.dx, dx, layer, _DX)
@@ -230,14 +232,15 @@ _NOTHING_READ = nullcontext()
 
 def _moved(move: Collective, x: Tensor, layer: LinearLayer, what: tuple[Purpose, str]) -> Tensor:
     """Run the collective `move` of x, wait for it and return its result."""
-    if move is _stay:  # without making a tag: this runs for every activation of every linear
+    # Return before a tag is made, to save time: this runs for every activation of every linear.
+    if move is _stay:
         return x
     purpose, name = what
     return move(x, tag=Tag(purpose, layer.name, name)).wait()
 
 
 def in_dtype(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return x in `dtype`; without a call of torch if x has it, as `to` costs a dispatch always."""
+    """Return x in `dtype`; x itself if it has this dtype, because `to` would cost a dispatch."""
     return x if x.dtype == dtype else x.to(dtype)
 
 

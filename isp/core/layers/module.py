@@ -117,10 +117,11 @@ class MasterStream:
 
 
 class ParallelModule(nn.Module):
-    """A module whose parameters are shards, with a layout for each.
+    """A module whose parameters are shards.
 
-    `name` is the module's qualified name in the whole model, which `bind_names` sets and logs of
-    transfers show.
+    `layouts` has, for each parameter, how it is cut over the ranks (`ParameterLayout`). `name` is
+    the module's qualified name in the whole model, which `bind_names` sets and logs of transfers
+    show.
     """
 
     weight_name = "weight"
@@ -160,10 +161,10 @@ class RowsOf(NamedTuple):
 
 
 def named_parameters(model: nn.Module) -> Iterator[ShardedParameter]:
-    """Yield the parameters of a model of `ParallelModule`s, with their layouts.
+    """Yield the parameters of a model of `ParallelModule`s, each with its `ParameterLayout`.
 
-    In the order in which modules register them. A shared parameter is yielded once, with its first
-    name. Raises TypeError for a parameter of a module that is no `ParallelModule`.
+    They come in the order in which modules register them. A shared parameter is yielded once, with
+    its first name. Raises TypeError for a parameter of a module that is no `ParallelModule`.
     """
     seen: set[int] = set()
     for prefix, module in model.named_modules():
@@ -174,8 +175,9 @@ def named_parameters(model: nn.Module) -> Iterator[ShardedParameter]:
             name = f"{prefix}.{local}" if prefix else local
             if not isinstance(module, ParallelModule):
                 raise TypeError(
-                    f"parameter {name} is held by {type(module).__name__}, which declares no"
-                    f" layout: derive it from ParallelModule"
+                    f"parameter {name} belongs to a {type(module).__name__}, which does not say how"
+                    f" it is cut over ranks: derive the class from ParallelModule, and register the"
+                    f" parameter with add_shard"
                 )
             yield ShardedParameter(name, parameter, module.layouts[local])
 

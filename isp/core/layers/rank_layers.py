@@ -110,15 +110,24 @@ class RankLayers:
         return ranks.attention(local, may_ring=softcap is None)
 
     def recurrence(self, kind: Recurrence) -> Recurrence:
-        """Return `kind`, the scan of this rank's segments; the planner returns a dry one."""
+        """Return the recurrence to compute with, `kind` itself.
+
+        The planner overrides this by one that counts memory and time without computing.
+        """
         return kind
 
     def tiles(self, parts: Sequence[slice]) -> Iterable[slice]:
-        """Return all `parts` of a computation; the planner returns only one of each size."""
+        """Return the parts of a computation to run: all `parts`.
+
+        The planner overrides this to run only the first, and counts the others as equal to it.
+        """
         return parts
 
     def each_tile(self, tiles: Sequence[slice]) -> Iterable[slice]:
-        """Return all tiles of tokens that a module runs; a tile may contain transfers."""
+        """Return the tiles of tokens that a module runs, each with its transfers: all `tiles`.
+
+        The planner overrides this to run a few of them, and repeats one for the rest.
+        """
         return tiles
 
     @property
@@ -128,7 +137,10 @@ class RankLayers:
 
     @property
     def splits_logits(self) -> bool:
-        """True if a rank has a slice of all tokens' logits, False if all logits of its tokens."""
+        """True if a rank has, of every token, the logits of a part of the vocabulary.
+
+        False if it has all logits of its own tokens only.
+        """
         return self.splits_features or self.vocab_parallel_loss
 
     @contextmanager
@@ -177,7 +189,7 @@ class RankLayers:
     def sharded_layout(
         self, shape: tuple[int, ...], *, dim: int, segments: tuple[int, ...] = ()
     ) -> ParameterLayout:
-        """Return the layout of a parameter cut along `dim` over the weight group."""
+        """Return the `ParameterLayout` of a parameter cut along `dim` over the weight group."""
         return ParameterLayout(
             global_shape=shape,
             dim=dim,
