@@ -98,12 +98,12 @@ class ParamGroupConfig:
     heads; one-dimensional and tied parameters use adamw, or `optimizer.name` if that is not
     muon."""
     lr: Positive | None = None
-    """Peak learning rate; null: that of the rule."""
+    """Peak learning rate; null: the learning rate of the group's update rule."""
     lr_scale: NotNegative = 1.0
     """Multiplier of the learning rate."""
     weight_decay: NotNegative | None = None
-    """Weight decay; null: that of the rule, and none for norms, biases and one-dimensional
-    parameters."""
+    """Weight decay; null: the weight decay of the group's update rule, and none for norms, biases
+    and one-dimensional parameters."""
     split: tuple[Count, ...] = ()
     """muon: relative sizes of the matrices fused in each weight, such as [4, 1, 1] for q, k and v,
     or [1, 1] for gate and up; empty: as the model's code splits them."""

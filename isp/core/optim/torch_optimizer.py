@@ -124,18 +124,23 @@ class TorchUpdates:
                 shard.weights.copy_(shard.master)
 
     def settle(self) -> None:
-        """Put the optimizer's current states into the shards' `states`, as references."""
+        """Replace `Resting.states` of each shard by the optimizer's current state tensors.
+
+        They are the same tensors, not copies.
+        """
         for name, shard in self._shards.items():
             for kind in shard.states.keys() - {MASTER}:
                 del shard.states[kind]
             shard.states.update(self._own_states(name)[0])
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state that `settle` leaves out: values of weights by name, and of groups.
+        """Return the part of the optimizer's state that `settle` does not give to the shards.
 
-        Values are states that do not have their weight's shape, such as step counts.
+        This is the class of the optimizer (`kind`), the options of its groups, and, by the name of
+        a weight, the `values`: states that do not have the weight's shape, such as step counts.
         """
-        left_out = ("params", "param_names")  # they depend on the layout
+        # These options identify a rank's own rows, so they differ between ranks and layouts.
+        left_out = ("params", "param_names")
         groups = [
             {key: value for key, value in group.items() if key not in left_out}
             for group in self.optimizer.param_groups
@@ -144,10 +149,11 @@ class TorchUpdates:
         return {"kind": self.kind, "groups": groups, "values": values}
 
     def load_state_dict(self, state: Mapping[str, Any], kinds: Mapping[str, list[str]]) -> None:
-        """Load a `state_dict` of any layout, and make states of zeros for the caller to fill.
+        """Load a `state_dict` that was saved in any layout, and allocate the other states.
 
-        `kinds`: names of these states, by weight. Raises ValueError if the state is of another
-        optimizer, or of another number of groups.
+        The other states have the shape of their weight and are zeros: the caller loads values into
+        them. `kinds` are their names, by the name of the weight. Raises ValueError if `state` was
+        saved by another optimizer, or with another number of groups.
         """
         if state.get("kind") != self.kind:
             raise ValueError(f"saved by {state.get('kind', 'isp')}, and this run has {self.kind}")
@@ -189,7 +195,8 @@ def check_elementwise(make: MakeOptimizer, dims: Mapping[str, int], device: torc
     """
     if not dims:
         raise ValueError("optimizer=..: all weights are frozen: leave out optimizer")
-    # Run it on small tensors, and on a part of them: it must do the same to the part.
+    # Run the optimizer on small tensors, and again on a part of each. If it is elementwise, the
+    # part gets the same update both times.
     generator = torch.Generator().manual_seed(0)
     whole = {
         name: torch.randn(4, *[3] * dim, dtype=torch.float64, generator=generator).to(device)
@@ -239,7 +246,8 @@ def _tried(make: MakeOptimizer, values: Mapping[str, Tensor]) -> dict[str, dict[
         )
     if len(held) > len(parameters):
         raise ValueError(
-            "optimizer=..: it has parameters that were not passed to it: use only those that were"
+            "optimizer=..: the optimizer has parameters that were not passed to the function:"
+            " make it from the (name, parameter) pairs that the function gets, and no others"
         )
     return {
         name: {

@@ -124,7 +124,8 @@ class AdamW(UpdateRule):
         size, device, latest = len(rows.masters), rows.masters[0].device, max(numbers)
         before = torch.full((size,), latest - 1, dtype=torch.float32, device=device)
         for place, number in enumerate(numbers):
-            if number < latest:  # weights that had no gradient in some steps
+            # A weight that had no gradient in some steps has fewer updates than the others.
+            if number < latest:
                 before[place] = number - 1
         adamw(
             rows.masters,
@@ -132,7 +133,7 @@ class AdamW(UpdateRule):
             rows.states["exp_avg"],
             rows.states["exp_avg_sq"],
             max_exp_avg_sqs=[],
-            state_steps=list(before.unbind()),  # torch adds 1 to each
+            state_steps=list(before.unbind()),  # torch's kernel adds 1 to each before it uses them
             fused=True,
             amsgrad=False,
             beta1=self.config.of_adamw("beta1"),
@@ -188,7 +189,8 @@ class Muon(UpdateRule):
             foreach_copy_(rows.grads, moments)
 
     def step(self, rows: Rows, *, lr: float, weight_decay: float, numbers: Sequence[int]) -> None:
-        # The gradients hold rows of orthogonal matrices by now, with their factor on lr.
+        # Before this call, `rows.grads` were replaced by rows of the orthogonal matrices, times
+        # the factor on lr of their matrix (`Matrix.ratio`).
         foreach_mul_(rows.masters, 1 - lr * weight_decay)
         foreach_add_(rows.masters, rows.grads, alpha=-lr)
 
@@ -249,10 +251,10 @@ def group_values(
 ) -> GroupValues:
     """Return the values for the parameter with the name `name` in the whole model.
 
-    They are those of the first of `config.param_groups` whose pattern matches. Without a match, or
-    if the group has no weight decay, the rule's weight decay applies if `decays`. A parameter
-    without `matrices` gets another rule than muon, and so do tables, heads and routers, unless
-    their group has `rule: muon`.
+    They come from the first of `config.param_groups` whose pattern matches. If there is none, or if
+    it sets no weight decay, the weight decay is that of the update rule if `decays`, else 0. Where
+    muon would apply, a parameter without `matrices` gets another rule; so do tables, heads and
+    routers, unless their group has `rule: muon`.
     """
     group = group_of(name, config)
     asked = None if group is None else group.rule
