@@ -100,7 +100,8 @@ def _orders(order: PipelineOrder, micro_batches: int, training: bool) -> list[tu
         tuple(
             action
             for action in _actions(found[rank], order.stages_of(rank))
-            # torch has no V or loop of forwards only: leave out the backwards.
+            # For schedules that place several stages on a rank (in a loop or a V), torch has no
+            # order of forwards only: take the order of a training step without the backwards.
             if training or action.kind is ActionKind.FORWARD
         )
         for rank in ranks
