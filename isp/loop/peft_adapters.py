@@ -56,9 +56,12 @@ def _layer_merged(
         values[id(parameter)] = nn.Parameter(own[f"{name}.{local}"], requires_grad=False)
     twin: Any = copy.deepcopy(shape, values)
     for own_layer, part in zip(layer.modules(), twin.modules(), strict=True):
-        if hasattr(own_layer, "scaling"):  # the user may have changed it since the trace
+        # `shape` has the scaling factors of adapters at the time of the trace. The user may have
+        # changed them since then.
+        if hasattr(own_layer, "scaling"):
             part.scaling = own_layer.scaling
-        if isinstance(part, BaseTunerLayer):  # nested for experts: one for each stacked parameter
+        # Experts have a PEFT layer for each stacked parameter, one inside another: merge them all.
+        if isinstance(part, BaseTunerLayer):
             part.merge()
     return {f"{name}.{local}": p.data for local, p in twin.get_base_layer().named_parameters()}
 
