@@ -44,11 +44,12 @@ class _Embedding(Function):
 
     @staticmethod
     def forward(ctx: Any, ids: Tensor, weight: Tensor, layer: TableLayer) -> Tensor:
-        foreign = None  # the ids whose rows other ranks hold
+        foreign = None  # a mask of the ids whose rows other ranks hold; None: this rank has all
         if not layer.communicator.gathers_weights and layer.layouts["weight"].sharded:
             ((start, stop),) = layer.layouts["weight"].intervals()
             foreign = (ids < start) | (ids >= stop)
-            ids = (ids - start).masked_fill(foreign, 0)  # some valid row: its result is zeroed
+            # Other ranks' ids read row 0, so that the look-up is valid; its result is zeroed below.
+            ids = (ids - start).masked_fill(foreign, 0)
         with layer.communicator.unshard(layer, Phase.FORWARD, weight) as full:
             table = full.weight
             ctx.layer, ctx.num_rows = layer, table.shape[0]

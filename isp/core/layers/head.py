@@ -114,7 +114,7 @@ def num_loss_chunks(x: Tensor, num_tokens: int, chunk_tokens: int) -> int:
     """
     if not chunk_tokens or not num_tokens:
         return 1
-    at_each = num_tokens // x.shape[1]  # tokens at one position: B rows of p ranks
+    at_each = num_tokens // x.shape[1]  # each position has B p tokens: B sequences on p ranks
     return math.ceil(x.shape[1] / max(1, chunk_tokens // at_each))
 
 
@@ -185,8 +185,9 @@ def deliver(
 class HeadLoss(NamedTuple):
     """The head of a model and its losses, computed one loss chunk at a time.
 
-    x [B, S', D] is the input of the head's linear. Labels are [B, S'] for this rank's tokens. If
-    each rank has a part of the vocabulary instead, they are [B, p S'], for the tokens of all ranks.
+    x [B, S', D] is the input of the head's linear. Labels are [B, S'], those of this rank's tokens.
+    If each rank computes losses from a part of the vocabulary, labels are [B, p S'], those of the
+    tokens of all ranks of the sequence.
     """
 
     head: LinearLayer

@@ -262,7 +262,8 @@ def _product(x: Tensor, weight: Tensor, bias: Tensor | None, layer: LinearLayer)
 
 def multiply(x: Tensor, weight: Tensor, bias: Tensor | None, layer: LinearLayer) -> Tensor:
     """Return x W^T + b for this rank's shards `weight` and `bias`: x [B, S, I] -> [B, S, O]."""
-    if not torch.is_grad_enabled():  # an autograd node costs as much as the product of one token
+    # Without gradients, make no autograd node: it costs as much time as the product of one token.
+    if not torch.is_grad_enabled():
         return _product(x, weight, bias, layer)
     y: Tensor = _Linear.apply(x, weight, bias, layer)
     return y

@@ -147,7 +147,8 @@ class RankLayers:
     def recomputing(self) -> Iterator[None]:
         """Mark forward passes in this context as recomputation, for the log and communicator."""
         log = self.tensor.log
-        before = log.phase, log.block  # a recompute runs in the middle of a backward
+        # A recompute runs in the middle of a backward: keep the log's state, to restore it after.
+        before = log.phase, log.block
         log.enter(Phase.RECOMPUTE, log.block)
         try:
             with self.communicator.recomputing():

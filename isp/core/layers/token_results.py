@@ -340,12 +340,18 @@ def _add_to_picked(
 
 
 def _tokens_and_rows(labels: Tensor | RowLabels) -> tuple[Tensor, Tensor | None]:
-    """Return the labels, and the index of each label's row; None if each row has one label."""
+    """Return the labels, and for each the index of its hidden state (`RowLabels.rows`).
+
+    The indices are None if there is one label for each hidden state, in the same order.
+    """
     return labels if isinstance(labels, RowLabels) else (labels, None)
 
 
 def _of_labels(x: Tensor, rows: Tensor | None) -> Tensor:
-    """Return, for each label, the value of its row in x [B, n]: [B, n], or [m] with `rows`."""
+    """Return, for each label, the value of its hidden state: [B, n], or [m] with `rows`.
+
+    x [B, n] has a value for each hidden state.
+    """
     return x if rows is None else x.flatten()[rows]
 
 

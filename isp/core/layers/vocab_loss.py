@@ -99,8 +99,8 @@ def _losses(
     if smoothing == 0:
         minuend = channel.all_reduce(own, tag=_TARGET).wait()
     else:
-        # The same all-reduce also sums all logits of a token and the ranks' numbers of logits, V:
-        # smoothing needs the mean logit.
+        # Smoothing needs the mean of a token's V logits. The same all-reduce sums these logits, and
+        # also the number of logits on each rank, which gives V.
         size = own.new_full((1,), logits.shape[-1])
         parts = torch.cat([own.flatten(), shifted.sum(-1).flatten(), size])
         parts = channel.all_reduce(parts, tag=_TARGET).wait()

@@ -78,9 +78,9 @@ class Bucket:
 class GradientBucket(Bucket):
     """Main gradients in one flat tensor, which are summed over the ranks in one transfer.
 
-    If every rank gets all sums, by an all-reduce, a gradient is one part. If a rank gets only its
-    own, by a reduce-scatter, each gradient is divided into one part for each rank. See
-    [Note: Packed in place] in docs/design/notes/optimizer.md.
+    If every rank gets all sums, by an all-reduce, a gradient is one part. If a rank gets only the
+    sums of its own rows, by a reduce-scatter, a gradient is divided into one part for each rank.
+    See [Note: Packed in place] in docs/design/notes/optimizer.md.
     """
 
     def __init__(

@@ -210,7 +210,10 @@ class OptimizerConfig:
                 )
 
     def check_torchs(self, optimizer: str) -> None:
-        """Raise ValueError for keys that torch's optimizers do not use; `optimizer` names it."""
+        """Raise ValueError if a key is set that torch's optimizers do not use.
+
+        `optimizer`: name of the torch optimizer, for the message.
+        """
         plain = {"offload_states": False, "moment_dtype": "float32", "param_groups": ()}
         for key, value in plain.items():
             if (own := getattr(self, key)) != value:
@@ -242,7 +245,7 @@ class OptimizerConfig:
 
     @property
     def unused(self) -> list[str]:
-        """Keys with another value than the default that no update rule of this run uses."""
+        """Keys that are set, to another value than the default, but used by no rule of this run."""
         own = _RULE_KEYS["adamw"]
         second = {f"adamw_{key}" for key in ("lr", "weight_decay", *own)}
         used = set().union(*(_RULE_KEYS.get(rule, own) for rule in self.rules))

@@ -259,7 +259,8 @@ def _check(parameters: list[ShardedParameter]) -> None:
             raise ValueError(f"{name} is also {names[parameter]}: pass a shared parameter once")
         if tuple(parameter.shape) != layout.local_shape:
             raise ValueError(
-                f"{name} has shape {tuple(parameter.shape)}, but its layout has a shard of shape"
-                f" {layout.local_shape}: pass the shard, or the layout of this rank"
+                f"{name} has shape {tuple(parameter.shape)}, but its ParameterLayout gives this"
+                f" rank a shard of shape {layout.local_shape}: pass the shard, or the"
+                f" ParameterLayout of this rank"
             )
         names[parameter] = name

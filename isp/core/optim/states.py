@@ -37,7 +37,7 @@ T = TypeVar("T")
 MASTER = "master"
 """Key of the master weights in dicts of states."""
 STREAM_BYTES = 128 * 2**20
-"""Bytes of a bucket's states at work: enough for copies to reach the link's bandwidth."""
+"""Bytes of a bucket's states during an update: enough for copies to reach the link's bandwidth."""
 _UNIT = 64
 """Alignment: rows are cut at multiples of 64 elements, so that a CPU kernel treats each element the
 same for any number of buckets, and views of a buffer begin at multiples of 64 bytes. See
@@ -149,7 +149,8 @@ class Resting:
         See [Note: Where rows are cut] in docs/design/notes/optimizer.md.
         """
         num_rows, row_elements = self.weights.shape[0], math.prod(self.weights.shape[1:])
-        unit = _UNIT // math.gcd(_UNIT, row_elements)  # rows with a multiple of _UNIT elements
+        # A piece has a multiple of `unit` rows, so that its elements are a multiple of `_UNIT`.
+        unit = _UNIT // math.gcd(_UNIT, row_elements)
         fitting = max(unit, limit_bytes * num_rows // self.num_bytes // unit * unit)
         if fitting >= num_rows:
             yield self
@@ -172,7 +173,7 @@ class StateBucket:
 
     @property
     def states(self) -> dict[str, list[Tensor]]:
-        """The states at rest of all rows, by name."""
+        """The states of all rows, by name, as they are kept between updates."""
         return {name: [row.states[name] for row in self.rows] for name in self.rows[0].states}
 
     @property
@@ -187,7 +188,7 @@ class StateBucket:
 
 
 def _buckets_of(groups: Mapping[GroupValues, list[Resting]], limit_bytes: int) -> list[StateBucket]:
-    """Return the rows of `groups` in buckets of up to `limit_bytes` at work.
+    """Return the rows of `groups` in buckets of up to `limit_bytes`, counted by `num_bytes`.
 
     The rows of a bucket have one group, one dtype, and all or none have separate master weights.
     """

@@ -82,7 +82,7 @@ class UpdateRule(ABC):
 
     @abstractmethod
     def states(self, dtype: torch.dtype) -> dict[str, torch.dtype]:
-        """Return the name and the dtype at rest of each state of master weights of `dtype`.
+        """Return, for master weights of `dtype`, the states: name, and dtype between updates.
 
         States begin as zeros and have the shape of their weights. A state is saved under its name,
         so a rule loads the states of another rule with the same name. The dtype of `moment` may be
@@ -91,7 +91,7 @@ class UpdateRule(ABC):
         """
 
     def moment(self, dtype: torch.dtype) -> torch.dtype:
-        """Return the dtype at rest of a moment of master weights of `dtype`."""
+        """Return the dtype in which a moment of master weights of `dtype` is kept."""
         return torch.bfloat16 if self.config.moment_dtype == "bfloat16" else dtype
 
     @abstractmethod

@@ -320,9 +320,9 @@ class Zero1Optimizer:
         must be reduced, and are overwritten. With `wait=False`, new weights are still in flight
         afterwards: call `published` for each parameter before using it. If the gradient norm is not
         finite (the same on all ranks), the step is skipped and counted, and the loss scale may be
-        lowered. If `is_empty`, called when the norm is known, returns True, no token had a loss,
-        and the step is skipped and counted, too. `norm`: the result of an earlier call of
-        `grad_norm`; None: it is computed.
+        lowered. `is_empty` is called when the norm is known; it returns True if no token had a
+        loss, and the step is then skipped and counted as well. `norm`: the result of an earlier
+        call of `grad_norm`; None: it is computed.
         """
         assert self._gradients.reduced, "gradients have to be reduced before a step: call reduce()"
         self._publisher.wait()
@@ -347,7 +347,11 @@ class Zero1Optimizer:
 
     @property
     def work_bytes(self) -> int:
-        """Bytes of device memory an update takes for streamed or narrow states, and matrices."""
+        """Bytes of device memory that an update takes.
+
+        They are for copies of states that are kept on the host or in a narrower dtype, and for the
+        matrices of muon.
+        """
         return self._stream.work_bytes + self.matrices.work_bytes
 
     def scale_loss(self, loss: Tensor) -> Tensor:
@@ -361,10 +365,10 @@ class Zero1Optimizer:
         for the device. The norm is the same in every layout, because each gradient is counted once
         and squares are added in float64, in which their order hardly matters.
         """
-        # One rank only counts each element. Replicas: the ranks of the first zero1 group count,
-        # each its own rows. If all ranks of a weight group hold a parameter, the first rank counts
-        # it. Of two stages with tied weights, one counts: on the other, the name of the weight is
-        # in `counted_elsewhere`.
+        # Each element is counted by exactly one rank. Of several replicas, only the ranks of the
+        # first zero1 group count, each its own rows. If all ranks of a weight group hold a
+        # parameter, the first rank counts it. If two stages hold a tied weight, one of them counts
+        # it; on the other stage, its name is in `counted_elsewhere`.
         channels = self._channels
         updates_first = channels[Axis.WEIGHT_DATA].rank < channels[Axis.ZERO1].size
         first = channels[Axis.WEIGHT].rank == 0
@@ -505,7 +509,11 @@ class Zero1Optimizer:
 
     @torch.no_grad()
     def _update(self, lr: float) -> None:
-        """Update this rank's rows of reached weights, and publish each bucket when it is done."""
+        """Update this rank's rows of weights that have a gradient, and publish each bucket after.
+
+        A weight without a gradient on any rank is not updated. A bucket is published as soon as all
+        its weights are updated.
+        """
         self._num_updates += 1
         self._missed.update(name for name in self._names if name not in self._reached)
 

@@ -231,8 +231,8 @@ def _checkpoint(
         try:
             return function(*args)
         except BaseException as error:
-            # Raised only after torch's checkpoint has returned: an exception inside of it would
-            # leave its saved-tensor hooks installed [Note: A forward that fails].
+            # The error is raised only after torch's checkpoint has returned: raised here, it would
+            # leave torch's saved-tensor hooks installed [Note: A forward that fails].
             failed.append(error)
             return None
 

@@ -94,7 +94,7 @@ class _DeclaredLayer(NamedTuple):
 
 @dataclass(eq=False, slots=True)
 class _FollowedEntry:
-    """A `PlanEntry` whose names of weights are looked up."""
+    """A `PlanEntry` with the `DeclaredWeight`s in place of the names of weights."""
 
     chunk: int
     """The entry's model chunk."""
@@ -109,7 +109,10 @@ class _FollowedEntry:
 
 
 class _FollowedPlan(NamedTuple):
-    """A `PrefetchPlan` whose names of weights are looked up, once for all steps that follow it."""
+    """A `PrefetchPlan` with the `DeclaredWeight`s in place of the names of weights.
+
+    It is made once, for all steps that follow the plan.
+    """
 
     start: tuple[PlannedGather, ...]
     """Gathers to launch before the first entry."""
@@ -550,7 +553,7 @@ class ISPCommunicator(WPCommunicator):
     # -- the weight of a use -----------------------------------------------------------------
 
     def _launch_ahead(self, use: _Use) -> None:
-        """Launch the gathers that the plan has at `use` for later uses; once."""
+        """Launch the gathers that the plan has at `use` for later uses, if that is not done yet."""
         use.launches = False
         if (entry := use.planned()) is not None:
             self._gatherer.launch(entry.gathers)

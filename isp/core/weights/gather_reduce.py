@@ -207,8 +207,9 @@ def gather(
 ) -> GatheredLayer:
     """Launch all-gathers of a layer's `shards` into buffers of `pool`.
 
-    If rows divide evenly over ranks, the shard is sent, and the buffer read by the matmul, without
-    a copy. For all other shards see [Note: Pieces] in docs/design/notes/weights.md.
+    If rows divide evenly over ranks, nothing is copied: the shard itself is sent, and the matmul
+    reads the buffer that received the shards. For all other shards see [Note: Pieces] in
+    docs/design/notes/weights.md.
     """
     gathered = GatheredLayer(shards)
     for shard in shards:

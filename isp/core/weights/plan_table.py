@@ -35,8 +35,8 @@ def grid(
     steps = zip(plan.entries, result.occupancy, strict=True)
     lines: list[tuple[str, ...]] = [_HEADER, table.start(plan.start)]
     shown: set[object] = set()
-    # Actions to leave out, since the last row: each has the same operations as an action shown
-    # before. `_note` makes one row of their names.
+    # The actions that are left out after the row written last, because an action with the same
+    # operations was shown before. `_note` makes one row of their names.
     hidden: list[str] = []
     for action, spans in groupby(step_spans(chunks, actions), key=lambda span: span.action):
         blocks = [

@@ -206,7 +206,10 @@ def _reads(spans: Iterable[Span], chunks: Chunks) -> tuple[list[_Read], list[_Un
 
 
 def _lifetimes(reads: list[_Read], units: list[_Unit], prefetch: Prefetch) -> dict[int, _Lifetime]:
-    """Return the lifetimes by the index of their first read, in that order [Note: Lifetimes]."""
+    """Return all lifetimes in the order of their first reads, as {index of first read: lifetime}.
+
+    See [Note: Lifetimes] in docs/design/notes/weights.md.
+    """
     per_layer, freed = prefetch.unit is OverlapUnit.LAYER, prefetch.reshard_after_forward
     blocks, modules = (u.span.unit for u in units), (read.weight for read in reads)
     runs = _runs(blocks if per_layer else modules)
