@@ -149,8 +149,8 @@ def _next_states() -> dict[Call, dict[State, State]]:
         Call.NAMED_WEIGHTS: anywhere,
         Call.SAVE: anywhere,
         Call.LOAD: dict.fromkeys(anywhere, ready),
-        # `run.to` reads this table only if it moves something. If the weights are already where
-        # they shall go, it is allowed in each state.
+        # `run.to` reads this table only if it moves something. If the weights are on the wanted
+        # device already, it is allowed in each state.
         Call.TO_HOST: {ready: away},
         Call.TO_DEVICE: {away: ready},
     }
@@ -472,8 +472,9 @@ class ParallelRun:
         arrived = self._graphs.run_callers_backward(loss)
         if not arrived:
             raise RuntimeError(
-                "the loss does not depend on a result of the run that needs backward, such as"
-                " run.log_probs returns with gradients"
+                "the loss does not depend on a result of the run that waits for a backward: compute"
+                " it, with gradients enabled, from the result of run.log_probs, run.logits,"
+                " run.hidden or run.loss"
             )
         value, step = loss.detach().double(), self.train_step
         with self._all_or_none():

@@ -61,8 +61,8 @@ class SameRows:
         found[self._mesh.rank], found[-1] = _checksum(batches), own
         found = self._mesh[Axis.WORLD].all_reduce_(found, tag=_TAG).wait()
         self._note(found[:-1], self._sequences, list(range(size)))
-        # The sum is over all ranks, and all ranks of a sequence have the same number: divide by how
-        # many these are.
+        # Each rank of a sequence has added the same number, so divide the sum by the number of
+        # ranks of a sequence.
         return found[-1] // self._ranks
 
     def compare(self, batches: Sequence[MicroBatch], more: Sequence[Tensor]) -> None:
@@ -85,7 +85,8 @@ class SameRows:
 
     def _note(self, checksums: Tensor, sequences: list[list[int]], ranks: list[int]) -> None:
         """Keep checksums for `check`, and check at once if the host need not wait for them."""
-        self.check()  # first the checksums of the previous call, which have arrived by now
+        # First compare the checksums of the previous call; they have arrived by now.
+        self.check()
         self._found = pinned_memory.HostCopy(checksums), sequences, ranks
         if self._is_first or self._found[0].is_there:
             self._is_first = False

@@ -93,7 +93,8 @@ class SavedStep:
     def _values_of_all(self, updates: TorchUpdates) -> dict[str, Any]:
         """Return the torch optimizer's values for the weights of all pipeline stages.
 
-        Raises CheckpointError, on all ranks, for a value that JSON cannot hold.
+        Values are states that do not have their weight's shape, such as step counts. Raises
+        CheckpointError, on all ranks, for a value that JSON cannot hold.
         """
         mesh = self._step.mesh
 

@@ -64,7 +64,7 @@ class TokenLoss:
         """Prepare for the forwards of `batches`, in training or evaluation; by default, nothing."""
 
     def count(self, batch: MicroBatch) -> Tensor:
-        """Return the number of terms in the loss of a whole micro-batch: its labels; [], integer.
+        """Return the number of terms of a whole micro-batch's loss, here its labels; [], integer.
 
         The step divides the loss by the sum of these numbers over the global batch.
         """

@@ -309,7 +309,9 @@ def _by_own_optimizer(rank: int, case: tuple[Any, Any, Any, JobConfig, JobConfig
             schedule.step()
         run.save(folder, {"schedule": schedule.state_dict()})
     assert "stepped by run.step" in raised(run.optimizer.step)
-    assert "groups and schedulers of run.optimizer set the learning rate" in raised(lambda: run.step(lr=1.0))
+    assert "groups and schedulers of run.optimizer set the learning rate" in raised(
+        lambda: run.step(lr=1.0)
+    )
     losses, norms = ([x for part in parts for x in getattr(part, of)] for of in ("losses", "norms"))
     return Trained(losses, norms, parts[-1].weights)
 
