@@ -25,7 +25,7 @@ def merged(model: Any, shape: nn.Module, weights: Mapping[str, Tensor]) -> dict[
     found = dict(weights)
     for name, layer in model.named_modules():
         if isinstance(layer, ModulesToSaveWrapper):
-            # modules_to_save: the trained copy replaces the original module.
+            # PEFT's modules_to_save: a trained copy of the module replaces the original module.
             own = _taken(found, name)
             for prefix in (f"{name}.modules_to_save.{active}" for active in layer.active_adapters):
                 saved = _taken(own, prefix)

@@ -106,7 +106,7 @@ def _model_bytes(config: JobConfig, topology: Topology, stage: int, *, on_cpu: b
     dtype: torch.dtype = getattr(torch, config.training.dtype)
     elements = _elements(config, topology, stage, trained=True)
     size = _elements(config, topology, stage) * dtype.itemsize
-    size += elements * master_dtype(dtype).itemsize  # main gradients
+    size += elements * master_dtype(dtype).itemsize  # adds the main gradients
     if on_cpu or not config.optimizer.offload_states:
         size += _state_bytes(config, topology, elements)
     return size

@@ -442,7 +442,8 @@ class TrainStep:
         with self._without_dropout():
             for batches in steps:
                 self.objective.begin(batches)
-                count = self._count(batches)  # before the forward, because it checks the rows
+                # Count before the forward, because this also compares the rows over ranks.
+                count = self._count(batches)
                 work = self._forward_only(batches)
                 sums += torch.stack((self.over_ranks(work.total), count))
         self._gather_ahead()

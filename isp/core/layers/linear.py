@@ -187,7 +187,8 @@ class _Linear(Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         layer: LinearLayer = ctx.layer
         needs_x, needs_w, needs_b = needs_grad(ctx, 3)
-        x, weight = ctx.saved_tensors  # in a recomputed part, this runs the recompute
+        # If the linear is in a recomputed part, reading its saved tensors starts the recompute.
+        x, weight = ctx.saved_tensors
         moves, communicator = layer.moves, layer.communicator
         use = communicator.unshard(layer, _BACKWARD, weight) if needs_x else _NOTHING_READ
         dx = dw = db = dx_arriving = None
@@ -320,7 +321,8 @@ class ParallelLinear(ParallelModule):
         """
         y = self.multiply(x, weight)
         if self.bias_after_move and not self.skip_bias_add and self.bias is not None:
-            y = y + self.bias.to(y.dtype)  # autocast has narrowed y: keep its dtype
+            # Under autocast y is narrower than the bias: convert the bias to keep the dtype of y.
+            y = y + self.bias.to(y.dtype)
         return y
 
     def multiply(self, x: Tensor, weight: Tensor | None = None) -> Tensor:

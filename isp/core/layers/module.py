@@ -48,7 +48,7 @@ def _pieces(intervals: Iterable[Interval], side: int) -> Iterator[_Piece]:
 
     `intervals` are the shard's parts of that dim.
     """
-    done = 0  # rows of the shard in earlier intervals
+    done = 0  # the length of the intervals before, which is where the next begins in the shard
     for start, stop in intervals:
         for tile in range(start // side, -(-stop // side) if stop > start else 0):
             first, last = max(start, tile * side), min(stop, (tile + 1) * side)
@@ -94,7 +94,8 @@ class MasterStream:
             whole = replace(layout, dim=0, parts=1, index=0, segments=())
             return layout.shard(self.drawn(whole, fill)).contiguous()
         width = min(_TILE, shape[1])
-        sides = _TILE * _TILE // max(width, 1), width  # narrow matrices have taller tiles
+        # In a narrow matrix, a tile is taller, so that it has as many elements as in a wide one.
+        sides = _TILE * _TILE // max(width, 1), width
         cut: list[tuple[Interval, ...]] = [((0, rows),), ((0, shape[1]),)]
         cut[layout.dim] = layout.intervals()
         cut[0] = tuple((self.first + start, self.first + stop) for start, stop in cut[0])

@@ -103,7 +103,8 @@ class RankLayers:
 
         `local` applies `scale` and `softcap`.
         """
-        if self.splits_features:  # a rank has all tokens of its heads
+        # A rank has all tokens for its own heads, so it computes attention alone.
+        if self.splits_features:
             return DistributedAttention(local, Channel.solo("tensor"))
         ranks = self.sequence or SequenceRanks.by_heads(self.tensor)
         # A ring merges partial results by log-sum-exp, which no kernel with a soft cap returns.
@@ -201,9 +202,10 @@ class RankLayers:
         )
 
     def expert_layout(self, shape: tuple[int, ...]) -> ParameterLayout:
-        """Return the layout of a stack of experts [E, ..]: cut along E over the weight group.
+        """Return the `ParameterLayout` of a stack of experts [E, ..], which is cut along E.
 
-        The cut is first over expert ranks, then over the expert weight ranks of each.
+        E is cut over expert ranks first. The experts of an expert rank are then cut over its
+        expert weight ranks, which gather them from each other.
         """
         return replace(self.sharded_layout(shape, dim=0), groups=self.expert.size)
 
@@ -215,7 +217,7 @@ class RankLayers:
     def replicated_layout(
         self, shape: tuple[int, ...], sees_part: bool | None = None
     ) -> ParameterLayout:
-        """Return the layout of a parameter that is whole on every rank.
+        """Return the `ParameterLayout` of a parameter that is whole on every rank.
 
         `sees_part`: True if tensor ranks apply it to different tokens or heads, so that gradients
         are summed over the whole stage; False if they apply it to the same values, so that their

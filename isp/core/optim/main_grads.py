@@ -30,7 +30,7 @@ class MainGradients(BucketManager):
                 gradients.expect_last()     # buckets may be reduced while this backward runs
             loss(batch).backward()
         gradients.reduce()
-        gradients.grad(parameter)           # the sum, on every rank of the layout's `reduce_over`
+        gradients.grad(parameter)           # the sum, on all ranks of `ParameterLayout.reduce_over`
 
     If `scatters` is True, a rank gets only the sums of its own rows, from `summed`.
 

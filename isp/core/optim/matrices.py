@@ -277,7 +277,8 @@ class MatrixBucket:
 
     def multiply(self) -> None:
         """Make the matrices whose home is this rank orthogonal."""
-        by_shape: dict[tuple[int, ...], list[Tensor]] = {}  # only equal shapes can be batched
+        # Matrices are grouped by shape, because only equal shapes can be multiplied in a batch.
+        by_shape: dict[tuple[int, ...], list[Tensor]] = {}
         for x in self._whole:
             by_shape.setdefault(x.shape[-2:], []).append(x.view(x.shape[-2:]))
         for xs in by_shape.values():

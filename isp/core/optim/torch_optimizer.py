@@ -110,7 +110,8 @@ class TorchUpdates:
         for name, shard in self._shards.items():
             if MASTER in shard.states:
                 take_up(shard.master, shard.weights)
-            if name in reached:  # torch's optimizers skip a parameter without a gradient
+            # A weight that is not reached gets no gradient here, so torch's optimizers skip it.
+            if name in reached:
                 self._parameters[name].grad = shard.grad
         self._updates = True
         try:
@@ -157,7 +158,8 @@ class TorchUpdates:
         """
         if state.get("kind") != self.kind:
             raise ValueError(f"saved by {state.get('kind', 'isp')}, and this run has {self.kind}")
-        # torch identifies a parameter by its index in this layout; the saved values are by name.
+        # torch's state dict identifies a parameter by its index among this rank's parameters. The
+        # saved values are by name, so map names to indices.
         own = self.optimizer.state_dict()["param_groups"]
         names = {id(parameter): name for name, parameter in self._parameters.items()}
         of_index: dict[int, Any] = {}
@@ -232,7 +234,8 @@ def _tried(make: MakeOptimizer, values: Mapping[str, Tensor]) -> dict[str, dict[
             for name, parameter in parameters.items():
                 parameter.grad = values[name][step].clone()
             optimizer.step()
-    except Exception as error:  # the caller's function, or the optimizer, may raise anything
+    # Every exception is caught: the caller's function, or the optimizer, may raise any.
+    except Exception as error:
         first = next(iter(str(error).strip().splitlines()), "")
         raise ValueError(
             f"optimizer=.. fails on small weights: {type(error).__name__}: {first}: pass a function"

@@ -158,7 +158,7 @@ class Lion(UpdateRule):
     def step(self, rows: Rows, *, lr: float, weight_decay: float, numbers: Sequence[int]) -> None:
         beta1, beta2 = self.config.beta1, self.config.beta2
         masters, grads, moments = rows.masters, rows.grads, rows.states["exp_avg"]
-        foreach_lerp_(grads, moments, beta1)  # c, which overwrites g
+        foreach_lerp_(grads, moments, beta1)  # computes c (see the class) in the memory of g
         # From m and c, without g: m + (1 - beta2) (g - m), where g - m = (c - m) / (1 - beta1).
         foreach_lerp_(moments, grads, (1 - beta2) / (1 - beta1))
         foreach_sign_(grads)
@@ -270,7 +270,7 @@ def group_values(
 
 
 def values_of(name: str, layout: ParameterLayout, config: OptimizerConfig) -> GroupValues:
-    """Return the `group_values` for a parameter with this name and layout."""
+    """Return the `group_values` for parameter `name`, which is cut over ranks as in `layout`."""
     return group_values(name, config, decays=layout.decays, matrices=layout.matrices)
 
 
@@ -282,7 +282,7 @@ def group_of(name: str, config: OptimizerConfig) -> ParamGroupConfig | None:
 def rules_in_words(layouts: Mapping[str, ParameterLayout], config: OptimizerConfig) -> str:
     """Return a line for each update rule, with the names of the parameters that it updates.
 
-    `layouts`: the layout of each parameter of the whole model, by name.
+    `layouts`: the `ParameterLayout` of each parameter of the whole model, by name.
     """
     found: dict[str, list[str]] = {}
     for name, layout in layouts.items():

@@ -503,7 +503,8 @@ class ISPCommunicator(WPCommunicator):
         """
         if self._latch.error is not None:
             self._latch.check()
-        if self.is_recomputing and phase is _FORWARD:  # layers say FORWARD in a recompute, too
+        # Layers do not know that they run in a recompute: they pass FORWARD in both cases.
+        if self.is_recomputing and phase is _FORWARD:
             phase = Phase.RECOMPUTE
         cursor, start, index = self._cursor, 0, None
         if cursor is not None:

@@ -371,5 +371,6 @@ class GradientReducer:
             lease.release()
 
 
-_wider = cache(torch.promote_types)  # cached: torch dispatches it like an operator
+# Cached to save time, because torch dispatches `promote_types` like an operator.
+_wider = cache(torch.promote_types)
 """Returns the narrowest dtype that holds the values of two dtypes."""

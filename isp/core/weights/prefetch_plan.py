@@ -249,7 +249,8 @@ def _launch_per_layer(
     launch: LaunchPoint,
 ) -> None:
     """Set the entry at which each gather is launched, for prefetch per layer [Note: Launches]."""
-    fresh = [  # the lifetimes that begin in each unit
+    # For each unit, the lifetimes that begin in it.
+    fresh = [
         [lifetimes[first] for first, _ in u.extent.values() if first in lifetimes] for u in units
     ]
     for lifetime in chain(*fresh[:2]):
