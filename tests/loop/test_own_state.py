@@ -379,7 +379,10 @@ def test_an_optimizer_that_needs_whole_weights_is_refused() -> None:
         "of the weight, of which each rank holds": (model, of.Adafactor),
         "without a closure": (model, of.LBFGS),
         "does not update temperature": (model, lambda own: of.SGD(own[1:], lr=0.1)),
-        "were not passed to it": (model, lambda own: of.SGD([*own, torch.ones(1)], lr=0.1)),
+        "were not passed to the function": (
+            model,
+            lambda own: of.SGD([*own, torch.ones(1)], lr=0.1),
+        ),
     }
     for said, (of_case, make) in refused.items():
 

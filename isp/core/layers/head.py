@@ -249,7 +249,7 @@ class HeadLoss(NamedTuple):
     def _own_logits(
         self, x: Tensor, full: FullWeights, *, training: bool
     ) -> tuple[Tensor, Callable[[Tensor], Tensor] | None]:
-        """Return the results of `logits` before `moves.y`."""
+        """Return what `logits` returns, but with the logits before the collective `moves.y`."""
         y = F.linear(x, full.weight, full.bias)
         if self.after_head is None:
             return y, None

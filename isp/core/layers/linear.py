@@ -329,7 +329,7 @@ class ParallelLinear(ParallelModule):
         """Return y of `forward`, without the bias if that is added after the move of y."""
         own = self.weight
         if weight is None and own is None:
-            raise ValueError(f"{self.title} has no weight of its own: call it with one")
+            raise ValueError(f"{self.title} has no weight of its own: call it with a weight")
         if weight is not None and weight is not own:
             self._check(weight)
         inner_bias = None if self.bias_after_move or self.skip_bias_add else self.bias
@@ -340,8 +340,8 @@ class ParallelLinear(ParallelModule):
         expected = self.layouts["weight"].local_shape
         if tuple(weight.shape) != expected:
             raise ValueError(
-                f"{self.title} was called with a weight of shape {tuple(weight.shape)}, its shard"
-                f" has shape {expected}"
+                f"{self.title} was called with a weight of shape {tuple(weight.shape)}: pass"
+                f" this rank's shard, of shape {expected}"
             )
         if self.communicator.gathers_weights:
             raise ValueError(

@@ -147,7 +147,7 @@ class MainGradients(BucketManager):
         weight_gradient(dy, x, into=buffer, add=not fresh)
 
     def withdraw(self, parameter: nn.Parameter) -> None:
-        """Close one promise for `parameter` without a gradient."""
+        """Cancel one promise for `parameter`: the promised gradient will not be added."""
         gradient = self._whole_of[id(parameter)]
         if gradient.open_promises:
             gradient.open_promises -= 1

@@ -81,8 +81,9 @@ class StateMemory:
         except MemoryError as error:
             raise ValueError(
                 f"optimizer.offload_states=true needs {self.host_bytes / 2**30:.2f} GiB of host"
-                f" memory for a rank: {error}: use false, optimizer.moment_dtype=bfloat16, or"
-                f" more ranks to split the states (parallel.weight.size, parallel.zero1.size)"
+                f" memory for a rank: {error}: use optimizer.offload_states=false,"
+                f" optimizer.moment_dtype=bfloat16, or more ranks to split the states"
+                f" (parallel.weight.size, parallel.zero1.size)"
             ) from None
 
     def resting(

@@ -245,7 +245,8 @@ def _tried(make: MakeOptimizer, values: Mapping[str, Tensor]) -> dict[str, dict[
     if left := [name for name, p in parameters.items() if id(p) not in held]:
         raise ValueError(
             f"optimizer=..: it does not update {left[0]}{f' +{len(left) - 1}' * (len(left) > 1)}:"
-            f" freeze weights that are not trained by requires_grad_(False) before isp.parallelize"
+            f" pass all trainable weights to the optimizer, or freeze those that shall not be"
+            f" trained with requires_grad_(False) before isp.parallelize"
         )
     if len(held) > len(parameters):
         raise ValueError(

@@ -48,7 +48,10 @@ class WeightBucket(Bucket):
         super().__init__(Purpose.PUBLISHED_WEIGHT, members, channel, channel.size)
         for member in members:
             if not member.parameter.is_contiguous():
-                raise ValueError(f"{member.name} must be contiguous to be published by rows")
+                raise ValueError(
+                    f"{member.name} is not contiguous, so its rows cannot be all-gathered: make the"
+                    f" parameter contiguous"
+                )
         self._flats = [member.parameter.detach().view(-1) for member in members]
 
     def launch(self) -> Pending:

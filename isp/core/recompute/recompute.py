@@ -318,7 +318,9 @@ class CheckpointWithoutOutput:
         Raises ValueError if an output shares its memory with an argument.
         """
         if self._outputs is not None:
-            raise RuntimeError("a CheckpointWithoutOutput is used once: make another")
+            raise RuntimeError(
+                "a CheckpointWithoutOutput can be used once: make one for each call of checkpoint"
+            )
         dropped = self._dropped
 
         def with_ticket(*args: Any) -> Any:
@@ -496,7 +498,8 @@ class Recomputer:
         elif not segment.follows(x):
             raise ValueError(
                 "model.checkpoint_segment recomputes the input of a block as the result of the"
-                " block before, but the input of this block is another tensor: use 0"
+                " block before, but the input of this block is another tensor: use"
+                " model.checkpoint_segment=0"
             )
 
         def again(x: Tensor) -> Any:
