@@ -610,7 +610,7 @@ class ParallelRun:
         return self
 
     def _leave(self) -> None:
-        """Move the run's tensors to the host."""
+        """Move the run's tensors to the host, for `to("cpu")`, if that is allowed now."""
         after = self._check(Call.TO_HOST, trains=False)
         self.zero_grad()
         self._off_device.leave()

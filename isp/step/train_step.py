@@ -522,7 +522,10 @@ class TrainStep:
             self.hook.before_step(self._actions)
 
     def _published(self, part: nn.Module) -> None:
-        """Wait for the updated weights of `part`."""
+        """Wait until the updated weights of `part` have arrived.
+
+        Called before these weights are gathered, and before the forward of `part`.
+        """
         if part not in self._publications:
             trained = (p for p in part.parameters() if p.requires_grad)
             self._publications[part] = self.optimizer.publications(trained)

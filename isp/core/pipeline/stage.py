@@ -63,31 +63,42 @@ class ISPCommunicatorSchedulerHook:
         self.log.enter(Phase.OTHER)
 
     def before_forward(self, chunk: int) -> None:
-        """Begin the forward of a micro-batch through model chunk `chunk`."""
+        """Report that the forward of a micro-batch through model chunk `chunk` begins now.
+
+        The communicator then follows the plan of this chunk, and the log shows transfers as
+        launched in forward.
+        """
         self._enter(Phase.FORWARD, chunk)
 
     def after_forward(self, chunk: int) -> None:
-        """End the forward through model chunk `chunk`."""
+        """Report that the forward through `chunk` has ended, for the log of later transfers."""
         self.log.enter(Phase.OTHER)
 
     def before_criterion(self) -> None:
-        """Begin the loss of a micro-batch."""
+        """Report that the loss of a micro-batch begins now: the log shows its transfers as LOSS."""
         self.log.enter(Phase.LOSS)
 
     def after_criterion(self) -> None:
-        """End the loss of a micro-batch."""
+        """Report that the loss of a micro-batch has ended, for the log of later transfers."""
         self.log.enter(Phase.OTHER)
 
     def before_backward(self, chunk: int) -> None:
-        """Begin the backward of a micro-batch through model chunk `chunk`."""
+        """Report that the backward of a micro-batch through model chunk `chunk` begins now.
+
+        The communicator then follows the plan of this chunk, and the log shows transfers as
+        launched in backward.
+        """
         self._enter(Phase.BACKWARD, chunk)
 
     def after_backward(self, chunk: int) -> None:
-        """End the backward through model chunk `chunk`."""
+        """Report that the backward through `chunk` has ended, for the log of later transfers."""
         self.log.enter(Phase.OTHER)
 
     def after_step(self) -> None:
-        """End the step: wait for the gradients of weights, which are delivered."""
+        """Report that the last action of a step has ended; called before the optimizer's step.
+
+        Waits until the communicator has reduced and delivered all gradients of weights.
+        """
         self.log.enter(Phase.OPTIMIZER)
         if self.communicator is not None:
             self.communicator.finish()
@@ -265,7 +276,7 @@ class _Entry:
         return entered
 
     def take_gradient(self) -> Tensor:
-        """Return the gradient and clear it."""
+        """Return the gradient of the input that backward has stored, and forget it."""
         dx, self.gradient = self.gradient, None
         assert dx is not None, "backward has not reached the stage's input"
         return dx
