@@ -50,22 +50,25 @@ class _Places(NamedTuple):
     """The map between tokens in the order of the ranks and the caller's order."""
 
     places: Tensor
-    """For each token in the order of the ranks, the index of its result in the caller's flattened
-    rows; B S for a result that the caller does not get. [B, S], or [1, B S] if rows are joined."""
+    """For each token in the order of the ranks, the index at which the caller gets its result, in
+    the flattened results [B S]; the index B S if the caller does not get it. Its shape is [B, S],
+    or [1, B S] if context ranks join the B sequences to one."""
     rows: int
     """B, the number of rows."""
     tensor: Channel
     """The ranks of the sequence."""
 
     def whole(self, own: Tensor) -> Tensor:
-        """Return the results of a sequence's ranks, [B, N, K] each, in the caller's order.
+        """Return the results of all ranks of the sequence, in the caller's order: [B, S, K].
 
-        [B, S, K]. This has no backward: method `own` maps the gradient to this rank's results.
+        `own` [B, N, K] are this rank's results. This has no backward: the method `own` gets the
+        gradient of this rank's results from the gradient of all results.
         """
         own, total = own.detach(), self.places.numel()
         if own.shape[1] < self.places.shape[1]:
             own = self.tensor.all_gather(own, 1, tag=_TAG).wait()
-        whole = own.new_zeros(total + 1, own.shape[2])  # the last row takes unused results
+        # One entry more than the caller gets: all results that are not for the caller go there.
+        whole = own.new_zeros(total + 1, own.shape[2])
         whole.index_copy_(0, self.places.flatten(), own.flatten(0, 1))
         return whole[:-1].view(self.rows, -1, own.shape[2])
 
@@ -82,7 +85,10 @@ class _Places(NamedTuple):
 
 
 class _QueryWork(StepWork):
-    """The micro-batches of queries, without a loss: keeps the results of each."""
+    """Computes the results of queries, one query in each micro-batch, and keeps them in `found`.
+
+    There is no loss and no backward.
+    """
 
     def __init__(self, parts: StepParts, queries: Sequence[TokenQuery]) -> None:
         super().__init__(parts, [query.batch for query in queries])
@@ -125,7 +131,8 @@ class _LossWork(_QueryWork):
         """Call the caller's function, and return a scalar with the same gradient; [], float64."""
         found, places = self._computed(micro_batch, output)
         whole = places.whole(found).requires_grad_(torch.is_grad_enabled())
-        # `whole` is a leaf, at which backward through the caller's graph stops. It runs here.
+        # The backward below runs through the caller's graph only: it stops at `whole`, which is a
+        # leaf, and leaves the gradient of the results there.
         loss = self._loss_function(micro_batch, whole)
         check_scalar(loss, "the loss function gave")
         self.losses[micro_batch] = loss.detach()
@@ -171,16 +178,23 @@ class WaitingForward(ABC):
     def run_backward(self, gradient: Tensor) -> None:
         """Run the model's backward.
 
-        `gradient`: that of the results or the loss that the caller got from this forward.
+        `gradient` is the gradient of what the caller got from this forward: results or a loss.
         """
 
     def counted_twice(self, gradient: Tensor) -> Tensor | float:
-        """Return what to subtract from the caller's scalar before it is summed over data ranks."""
+        """Return the part of the caller's scalar that other data ranks count as well.
+
+        The run subtracts it from the scalar before it sums the scalars of all data ranks. It is 0
+        unless a subclass overrides this. `gradient` is that of `run_backward`.
+        """
         return 0.0
 
 
 class _ResultForward(WaitingForward):
-    """The forward of a query, with results [B, N, K] on this rank at `places` of the rows."""
+    """The forward of a query, which has computed the results `found` [B, N, K] of this rank.
+
+    `places` maps them to the caller's order.
+    """
 
     outside = "a loss of the run's results was given to loss.backward(): call run.backward(loss)"
     too_late = (
@@ -195,9 +209,9 @@ class _ResultForward(WaitingForward):
         self._num, self._places = found.shape[1], places
 
     def run_backward(self, gradient: Tensor) -> None:
-        """Run the model's backward from this rank's rows of the results' gradient [B, S, K]."""
+        """Run the model's backward of this rank's tokens; `gradient` [B, S, K] is of all tokens."""
         step, own = self._step, self._places.own(gradient, self._num)
-        step.hook.before_step((_BACKWARD,))  # a prefetch plan for this backward alone
+        step.hook.before_step((_BACKWARD,))  # begins a prefetch plan for this backward alone
         step.hook.before_backward(_CHUNK)
         torch.autograd.backward(self._end, step.optimizer.scale_loss(own))
         step.hook.after_backward(_CHUNK)
@@ -243,8 +257,11 @@ class LossForward(WaitingForward):
         return self._step.finish(self._work, lr)
 
     def counted_twice(self, gradient: Tensor) -> Tensor:
-        """Return all but 1 / (number of data ranks) of this loss's part of the scalar."""
-        # The mean over data ranks is the same on all of them, so the sum would count it on each.
+        """Return the part of the scalar that this loss adds, without 1 / (number of data ranks).
+
+        The loss is a mean over data ranks and equal on all of them. So each rank keeps only
+        1 / (number of data ranks) of it, or the sum over data ranks would count it several times.
+        """
         return gradient * self.mean * (1 - 1 / self._step.mesh[Axis.DATA].size)
 
 
@@ -280,7 +297,8 @@ class _LastLoss(NamedTuple):
     """The last result of `run.loss`, until the run computes anything else."""
 
     loss: weakref.ref[Tensor]
-    """The caller's loss. A weak reference, as its graph refers to the run, which refers to this."""
+    """The loss that the caller got. The reference is weak, because the graph of the loss refers to
+    the run, and the run to this object."""
     forward: LossForward
     """The forward that computed the loss."""
 
@@ -305,13 +323,16 @@ class CallersGraphs:
     def results(self, query: TokenQuery) -> Tensor:
         """Run the forward of a query and return its results in the caller's order, [B, S, K].
 
-        They are the same on all ranks of the sequence, and have a gradient if the model's do.
+        They are the same on all ranks of the sequence. They require a gradient if the output of the
+        model does.
         """
         self.forget_loss()
         self.compare([query])
         step, work = self._step, _QueryWork(self._step.parts, [query])
         self._run(work, training=False)
-        if not step.is_last_stage:  # zeros: only the last stage adds results to the sum over stages
+        # Results are summed over the stages below. Only the last stage has some, so other stages
+        # add zeros.
+        if not step.is_last_stage:
             wide = torch.promote_types(step.built.parameters[0].parameter.dtype, torch.float32)
             shape = *query.batch.tokens.shape, query.width
             whole = torch.zeros(shape, dtype=wide, device=query.batch.tokens.device)
@@ -331,12 +352,13 @@ class CallersGraphs:
     def loss(self, batch: MicroBatch, *, more: bool) -> Tensor:
         """Run the forward of `ParallelRun.loss`, and return the loss [], which has a gradient.
 
-        `more`: keep the gradients of earlier backward passes of the step.
+        With `more`, the step that earlier backward passes have begun continues, and their gradients
+        are kept. Otherwise a step begins, and gradients of an unfinished step are dropped.
         """
         self.forget_loss()
         step = self._step
         work = step.start([batch], more=more)
-        own = step.forward(work, 0)  # this rank's part, times the loss scale
+        own = step.forward(work, 0)  # this rank's part of the mean loss, times the loss scale
         self._num_forwards += 1
         num_labels = step.objective.count(batch).double()
         forward = LossForward(step, self._num_forwards, own, work, num_labels)
@@ -399,9 +421,10 @@ class CallersGraphs:
         self._arrived.append((forward, gradient))
 
     def run_model_backward(self, forward: WaitingForward, gradient: Tensor) -> None:
-        """Run the model's backward of a query's forward or a loss, which is invalid afterwards.
+        """Run the model's backward for `forward`, a query or a loss, which is invalid afterwards.
 
-        `gradient`: that of the results, from `run_callers_backward`.
+        `gradient` is the gradient of the results of `forward`, as `run_callers_backward` returned
+        it.
         """
         forward.run_backward(gradient)
         self._step.hook.after_step()

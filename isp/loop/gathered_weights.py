@@ -85,8 +85,8 @@ class GatheredWeights:
         inner = model.get_base_model() if merges else model
         for weights in self._by_blocks(wanted=wanted):
             own = merged(model, traced.shape, weights) if merges else weights
-            # `published` renames to a saved model's names, which have no adapters: weights of a
-            # PeftModel with separate adapters keep their names.
+            # `published` renames weights to the names in a saved base model. There are no such
+            # names for adapters, so if these stay separate, all weights keep their names.
             published = own if adapted and not merges else traced.interface.published(inner, own)
             del weights, own  # frees this block before the next one is gathered
             while published:

@@ -36,7 +36,8 @@ class OffDevice:
         """
         step, on_cuda = self._train_step, self._device.type == "cuda"
         step.drain()
-        if on_cuda:  # other streams may still read these storages, to gather or publish weights
+        # Wait for all streams: those that gather or publish weights may still read these storages.
+        if on_cuda:
             torch.cuda.synchronize(self._device)
         if (communicator := step.communicator) is not None:
             communicator.pool.reset_lazy_pools()
@@ -75,7 +76,10 @@ class OffDevice:
         return [storage for storage in found.values() if storage.device == self._device]
 
     def _places(self, storages: Iterable[UntypedStorage]) -> tuple[Tensor, ...]:
-        """Return a part of the host memory for each storage: consecutive views, with its size."""
+        """Return, for each storage, a view of the host memory with the size of the storage.
+
+        The views follow one another in the host memory.
+        """
         sizes = [storage.nbytes() for storage in storages]
         places: tuple[Tensor, ...] = self._host[: sum(sizes)].split(sizes)
         return places

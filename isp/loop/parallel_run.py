@@ -71,7 +71,11 @@ _STEP_OR_DROP = "call run.step(), or run.zero_grad() to drop the gradients"
 
 
 class State(Enum):
-    """State of a run's gradients; the value is what is pending and what to do, for messages."""
+    """What has happened to a run's gradients since the last step; determines the allowed calls.
+
+    The value has two texts for the error message of a call that is not allowed: what is pending,
+    and what the user can do.
+    """
 
     READY = "there are no gradients", "call run.backward(loss) first, or run.step(loss)"
     ADDED = "gradients of run.backward wait for the step", _STEP_OR_DROP
@@ -122,7 +126,7 @@ def _next_states() -> dict[Call, dict[State, State]]:
     ready, added, last, summed, away = State
     anywhere = {state: state for state in (ready, added, last, summed)}
     return {
-        # These keep the gradients. Results are valid until the next step or zero_grad, but a
+        # These calls keep the gradients. Results are valid until the next step or zero_grad, but a
         # result of `loss` only until the run computes anything else (see `CallersGraphs`).
         Call.LOG_PROBS: anywhere,
         Call.LOGITS: anywhere,
@@ -140,13 +144,13 @@ def _next_states() -> dict[Call, dict[State, State]]:
         Call.STEP: {added: ready, last: ready, summed: ready},
         Call.STEP_OF_LOSS: {ready: ready},
         Call.ZERO_GRAD: {**dict.fromkeys(anywhere, ready), away: away},
-        # Weights and checkpoints.
+        # These calls read, save or load weights; only `load` drops the gradients.
         Call.SAVE_PRETRAINED: anywhere,
         Call.NAMED_WEIGHTS: anywhere,
         Call.SAVE: anywhere,
         Call.LOAD: dict.fromkeys(anywhere, ready),
-        # A `to` that moves nothing, because the weights are there already, is allowed in each state
-        # and does not read this table.
+        # `run.to` reads this table only if it moves something. If the weights are on the wanted
+        # device already, it is allowed in each state.
         Call.TO_HOST: {ready: away},
         Call.TO_DEVICE: {away: ready},
     }
@@ -468,8 +472,9 @@ class ParallelRun:
         arrived = self._graphs.run_callers_backward(loss)
         if not arrived:
             raise RuntimeError(
-                "the loss does not depend on a result of the run that needs backward, such as"
-                " run.log_probs returns with gradients"
+                "the loss does not depend on a result of the run that waits for a backward: compute"
+                " it, with gradients enabled, from the result of run.log_probs, run.logits,"
+                " run.hidden or run.loss"
             )
         value, step = loss.detach().double(), self.train_step
         with self._all_or_none():
@@ -512,8 +517,8 @@ class ParallelRun:
             _check_rate(lr)
         if lr is not None and self.optimizer is not None:
             raise ValueError(
-                f"run.step(lr={lr}): run.optimizer's groups and schedulers have the rate: leave out"
-                f" lr"
+                f"run.step(lr={lr}): the groups and schedulers of run.optimizer set the learning"
+                f" rate: leave out lr"
             )
         lr = self.config.optimizer.lr if lr is None else lr
         if loss is None:
@@ -538,7 +543,9 @@ class ParallelRun:
             self._warn_unlabelled()
         self.num_steps += 1
         self._num_tokens += outcome.valid_tokens
-        if not self._has_stepped:  # the first step had more time, because it loads kernels
+        # From the second step on, collectives get the shorter timeout of the configuration. The
+        # first step had more time, because it loads kernels.
+        if not self._has_stepped:
             self.mesh.set_timeout(self.config.comm.train_timeout_seconds)
             self._has_stepped = True
         return outcome
@@ -603,7 +610,7 @@ class ParallelRun:
         return self
 
     def _leave(self) -> None:
-        """Move the run's tensors to the host."""
+        """Move the run's tensors to the host, for `to("cpu")`, if that is allowed now."""
         after = self._check(Call.TO_HOST, trains=False)
         self.zero_grad()
         self._off_device.leave()
@@ -720,7 +727,10 @@ class ParallelRun:
         return after
 
     def _begin(self, *, clear: bool = True) -> None:
-        """Begin a step unless one has begun; `clear`: set gradients to zero, if `loss` has not."""
+        """Begin a step unless one has begun.
+
+        `clear`: also set the gradients to zero. Pass False if `run.loss` has done that already.
+        """
         if self._state is State.READY:
             if clear:
                 self.train_step.begin()

@@ -98,7 +98,8 @@ def _parallelized(
     config = config.for_loop if isinstance(config, JobConfig) else config
     check_code(model, allow_unchecked=config.model.allow_unchecked)
     traced = TracedModel(model, gives_scores=True, weights=weights, **how_computed(config.model))
-    # The shortest rows that fit: each call checks the length of its own rows.
+    # The length of sequences is not known yet: check with the shortest that the ranks can split.
+    # Each call of the run checks the length of its own sequences.
     traced.check_layout(config.parallel, config.parallel.tensor.size)
     world = make_world(config)
     optimizer = _checked_optimizer(traced, config, optimizer, world.device)
@@ -109,14 +110,17 @@ def _parallelized(
     # The caller, or an earlier call, may have started process groups: then they are used.
     backend = world.backend if dist.is_initialized() else None
     if backend is None:
-        world.__enter__()  # until the process ends: a second model uses the same world
+        # Entered without an exit: the process groups live until the process ends, because a second
+        # model uses them, too.
+        world.__enter__()
     if config.training.deterministic:
         compute_deterministically()
     mesh = Mesh(topology, world.rank, backend=backend)
     try:
         run = ParallelRun(traced, config, mesh, world.device, optimizer)
-    except Exception as error:  # such as too little memory
-        # Other parameters than before: sharding had begun, so the model is of no use any more.
+    except Exception as error:  # any error of the constructor, such as too little memory
+        # If the model has other parameters than before, its sharding had begun, so the model cannot
+        # be used any more.
         if any(parameter not in given for parameter in model.parameters()):
             _spoil(model)
             error.add_note(
@@ -155,7 +159,10 @@ def _spoil(model: nn.Module) -> None:
     """Make each forward of a partly sharded model raise; `parallelize` then refuses the model."""
 
     def forward(*_: object, **__: object) -> None:
-        raise RuntimeError(f"isp.parallelize failed while it sharded this {type(model).__name__}")
+        raise RuntimeError(
+            f"isp.parallelize failed while it sharded this {type(model).__name__}, so some of its"
+            f" weights are shards: build the model again"
+        )
 
     set_forward(model, forward)
 
@@ -181,8 +188,8 @@ def _check_parameters(model: nn.Module) -> None:
     for name, parameter in model.named_parameters():
         if not parameter.is_floating_point():
             raise ValueError(
-                f"{name} has dtype {parameter.dtype}: isp trains floating-point weights, not"
-                f" quantised ones"
+                f"{name} has dtype {parameter.dtype}: isp trains only floating-point weights, so"
+                f" load the model without quantization"
             )
     if not any(True for _ in model.parameters()):
         raise ValueError(f"{type(model).__name__} has no parameters")

@@ -30,7 +30,8 @@ class _Place(NamedTuple):
     parameter: nn.Parameter
     """The parameter when the model was parallelized."""
     storage: Tensor
-    """Tensor on the memory that the optimizer updates and that gathers read."""
+    """A tensor with the memory that the optimizer updates and gathers read. `parameter` had this
+    memory when the model was parallelized."""
     trains: bool
     """True if the parameter was trained when the model was parallelized."""
 

@@ -25,7 +25,7 @@ def merged(model: Any, shape: nn.Module, weights: Mapping[str, Tensor]) -> dict[
     found = dict(weights)
     for name, layer in model.named_modules():
         if isinstance(layer, ModulesToSaveWrapper):
-            # modules_to_save: the trained copy replaces the original module.
+            # PEFT's modules_to_save: a trained copy of the module replaces the original module.
             own = _taken(found, name)
             for prefix in (f"{name}.modules_to_save.{active}" for active in layer.active_adapters):
                 saved = _taken(own, prefix)
@@ -56,9 +56,12 @@ def _layer_merged(
         values[id(parameter)] = nn.Parameter(own[f"{name}.{local}"], requires_grad=False)
     twin: Any = copy.deepcopy(shape, values)
     for own_layer, part in zip(layer.modules(), twin.modules(), strict=True):
-        if hasattr(own_layer, "scaling"):  # the user may have changed it since the trace
+        # `shape` has the scaling factors of adapters at the time of the trace. The user may have
+        # changed them since then.
+        if hasattr(own_layer, "scaling"):
             part.scaling = own_layer.scaling
-        if isinstance(part, BaseTunerLayer):  # nested for experts: one for each stacked parameter
+        # Experts have a PEFT layer for each stacked parameter, one inside another: merge them all.
+        if isinstance(part, BaseTunerLayer):
             part.merge()
     return {f"{name}.{local}": p.data for local, p in twin.get_base_layer().named_parameters()}
 

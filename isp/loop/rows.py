@@ -79,7 +79,8 @@ class RowReader:
         # 1 are in masks, but never in documents.
         again = (position_ids[:, 1:] == 1) & (position_ids[:, :-1] == 1)
         is_mask = (position_ids <= 1).all() & again.any()
-        # Both in one copy to the host, because the host waits for each copy from a device.
+        # Copy `begins` and `is_mask` to the host in one tensor, because the host waits for each
+        # copy from a device.
         begin_flags, mask_flag = (
             torch.cat((begins.flatten(), is_mask[None])).cpu().split([begins.numel(), 1])
         )
@@ -116,7 +117,8 @@ class RowReader:
         if position_ids is None:
             position_ids = seen.long().cumsum(-1) - 1
         position_ids = position_ids.to(input_ids.device).masked_fill(~seen, 0)
-        # First tokens after a masked gap inside a row: allowed only if a document begins there.
+        # `again` marks the first token after masked tokens in the middle of a sequence. Such a gap
+        # is allowed only between documents, so a document must begin at this token.
         again = seen[:, 1:] & ~seen[:, :-1] & (seen.cumsum(-1)[:, :-1] > 0)
         if (again & (position_ids[:, 1:] != 0)).any():
             raise ValueError(

@@ -45,9 +45,10 @@ class TokenScores(NamedTuple):
     log_probs: Tensor
     """Log-probability of the label given the tokens before it, in nats."""
     logsumexp: Tensor
-    """Log-sum-exp of the label's logits, after these are divided by the temperature."""
+    """Log-sum-exp of logits / temperature, for the logits [V] that predict the label."""
     entropy: Tensor | None = None
-    """Entropy of the label's distribution, in nats; None unless requested."""
+    """Entropy, in nats, of the model's distribution over the vocabulary at the position that
+    predicts the label; None unless requested."""
 
 
 class TopTokens(NamedTuple):
@@ -95,10 +96,11 @@ class TokenQuery(ABC):
         """Return what the caller gets, given the results of whole rows [B, S, K]."""
 
     def places(self) -> Tensor:
-        """Return, for each token, the index of its result in the caller's flattened rows; [B, S].
+        """Return, for each token, the index at which the caller gets its result; [B, S].
 
-        The last `ahead` tokens of a row have no such position: the index B S marks their results
-        as unused.
+        It is an index into the flattened results [B S], at the position `ahead` tokens after the
+        token. For the last `ahead` tokens of a sequence there is no such position: their index is
+        B S, which means that their results are not used.
         """
         tokens, total = self.batch.tokens, self.batch.tokens.numel()
         places = torch.arange(total, device=tokens.device).view(tokens.shape) + self.ahead
@@ -162,7 +164,9 @@ class LogitQuery(TokenQuery):
             padded = pick.new_zeros(*batch.tokens.shape, width)
             padded[:, :length] = pick
             inputs = padded.to(reader.device)
-        elif top_k is not None:  # K: the logits, then their tokens as numbers of the same dtype
+        # With top_k, a token has 2 top_k results: the logits, followed by their vocabulary entries
+        # as numbers of the same dtype.
+        elif top_k is not None:
             width, self._rules = 2 * top_k, TopLogits(top_k)
         else:
             width, self._rules = reader.traced.vocab_size, AllLogits()

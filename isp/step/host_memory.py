@@ -39,7 +39,8 @@ def input_bytes_on_host(config: JobConfig, topology: Topology, stage: int) -> in
     model, data, mode = config.model, config.data, topology.mode
     if not model.checkpoint_offload:
         return 0
-    # A rank has its own tokens, or 1/p of the elements: in both cases 1/p of an input.
+    # A rank keeps 1/p of a block's input: either the mode splits the sequence, so the input has
+    # only the rank's tokens, or the elements are distributed. Otherwise it keeps the whole input.
     shared = mode.splits_sequence or model.checkpoint_distribute_activations
     elements = (1 if data.pack else data.micro_bsz) * config.row_tokens * model.hidden_size
     item: int = getattr(torch, config.training.dtype).itemsize
@@ -105,7 +106,7 @@ def _model_bytes(config: JobConfig, topology: Topology, stage: int, *, on_cpu: b
     dtype: torch.dtype = getattr(torch, config.training.dtype)
     elements = _elements(config, topology, stage, trained=True)
     size = _elements(config, topology, stage) * dtype.itemsize
-    size += elements * master_dtype(dtype).itemsize  # main gradients
+    size += elements * master_dtype(dtype).itemsize  # adds the main gradients
     if on_cpu or not config.optimizer.offload_states:
         size += _state_bytes(config, topology, elements)
     return size
@@ -165,7 +166,8 @@ def _needs(config: JobConfig, topology: Topology, ranks: int, first: int) -> dic
         needs[_INPUTS] += count * input_bytes_on_host(config, topology, stage)
         needs[_STATES] += count * states if config.optimizer.offload_states else 0
         copies += count * (states + own * dtype.itemsize)
-    # Copies are counted in addition to other needs; if they are the only need, nothing is checked.
+    # The copies of the state for checkpoints are counted in addition to other needs. If there are
+    # no other needs, host memory is not checked.
     if any(needs.values()) and checkpoint.copies_state:
         needs[_COPIES] = copies
     return needs

@@ -54,7 +54,7 @@ def second_model(config: JobConfig) -> TracedModel | None:
     if training.distill.top_k > teacher.vocab_size:
         raise ValueError(
             f"training.distill.top_k={training.distill.top_k} is more than the teacher's"
-            f" {teacher.vocab_size} logits of a token"
+            f" {teacher.vocab_size} logits of a token: use at most this number"
         )
     teacher.check_layout(config.parallel, config.row_tokens)
     teacher.check_length(config.parallel, config.row_tokens)

@@ -74,7 +74,8 @@ class PhaseClock:
 
         On CUDA, phases that the device has not finished are left for the next call.
         """
-        self.enter(self.current)  # count the current phase up to now
+        # Enter the current phase again, so that its time up to now is counted.
+        self.enter(self.current)
         while self._on_device and self._on_device[0][2].query():
             phase, begin, end = self._on_device.popleft()
             self._seconds[phase] += begin.elapsed_time(end) / 1e3

@@ -61,7 +61,9 @@ class SameRows:
         found[self._mesh.rank], found[-1] = _checksum(batches), own
         found = self._mesh[Axis.WORLD].all_reduce_(found, tag=_TAG).wait()
         self._note(found[:-1], self._sequences, list(range(size)))
-        return found[-1] // self._ranks  # all ranks of a sequence have counted the same labels
+        # Each rank of a sequence has added the same number, so divide the sum by the number of
+        # ranks of a sequence.
+        return found[-1] // self._ranks
 
     def compare(self, batches: Sequence[MicroBatch], more: Sequence[Tensor]) -> None:
         """Compare the rows of this rank's sequence over its ranks.
@@ -83,7 +85,8 @@ class SameRows:
 
     def _note(self, checksums: Tensor, sequences: list[list[int]], ranks: list[int]) -> None:
         """Keep checksums for `check`, and check at once if the host need not wait for them."""
-        self.check()  # those of the previous call, which have arrived by now
+        # First compare the checksums of the previous call; they have arrived by now.
+        self.check()
         self._found = pinned_memory.HostCopy(checksums), sequences, ranks
         if self._is_first or self._found[0].is_there:
             self._is_first = False
@@ -128,7 +131,7 @@ def _checksum(batches: Sequence[MicroBatch], more: Sequence[Tensor] = ()) -> Ten
         # Tokens and labels are in `rows` already.
         if more and more[number] is not batch.tokens and more[number] is not batch.labels:
             found = found + _MORE * _weighted(more[number].long())
-        bounds = batch.cu_seqlens  # on the host
+        bounds = batch.cu_seqlens  # this tensor is on the host, so numpy can read it at once
         crc = 0 if bounds is None else zlib.crc32(bounds.numpy().tobytes())
         # With the shape, because the elements of [2, 8] and [4, 4] may be the same. With a factor
         # by number, so that micro-batches in another order give another sum.

@@ -80,23 +80,27 @@ class SavedStep:
     def _restore(self, resumed: Resumed) -> None:
         """Restore the counts of skipped steps and the random states.
 
-        Raises an exception if those of a checkpoint that other code wrote have another form.
+        The checkpoint may come from other code. Raises an exception if its counts or states do not
+        have the form in which ISP saves them.
         """
         if "skips" in resumed.shared:
             self._optimizer.load_skip_state(resumed.shared["skips"])
-        if resumed.local is not None:  # None: saved in another layout
+        # `local` is None if the checkpoint was saved in another layout: it then has no random
+        # states for this rank.
+        if resumed.local is not None:
             restore_generators(self._step.device, resumed.local["rng"])
 
     def _values_of_all(self, updates: TorchUpdates) -> dict[str, Any]:
         """Return the torch optimizer's values for the weights of all pipeline stages.
 
-        Raises CheckpointError, on all ranks, for a value that JSON cannot hold.
+        Values are states that do not have their weight's shape, such as step counts. Raises
+        CheckpointError, on all ranks, for a value that JSON cannot hold.
         """
         mesh = self._step.mesh
 
         def collect() -> dict[str, Any]:
             found = updates.state_dict()
-            to_json(found)  # raises for a value that a checkpoint cannot hold
+            to_json(found)  # only to raise here for a value that a checkpoint cannot hold
             # The values are equal on all ranks of a stage: one of them is enough.
             return found if mesh[Axis.STAGE].rank == 0 else {"values": {}}
 

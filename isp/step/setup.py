@@ -66,7 +66,8 @@ def check_param_groups(config: OptimizerConfig, model: TracedModel) -> None:
     check_groups(layouts, config)
     for name, layout in layouts.items():
         if values_of(name, layout, config).rule == "muon":
-            matrices_of(name, layout, config)  # raises if `split` does not fit
+            # Called only for its check: it raises if the `split` of a group does not fit.
+            matrices_of(name, layout, config)
 
 
 def device_of(name: str) -> torch.device:

@@ -43,7 +43,8 @@ class Documents(NamedTuple):
         if batch.cu_seqlens is not None:
             lengths = batch.cu_seqlens.diff().long()
         numbers = torch.arange(len(lengths)).repeat_interleave(lengths)
-        numbers = pinned_memory.send(numbers, batch.labels.device)  # a copy without a host wait
+        # `send` copies without making the host wait.
+        numbers = pinned_memory.send(numbers, batch.labels.device)
         labelled = (batch.labels != IGNORED).long().flatten()
         num_labels = labelled.new_zeros(len(lengths)).index_add(0, numbers, labelled)
         return cls(numbers.view_as(batch.labels), num_labels)
@@ -91,7 +92,8 @@ class StepWork(ABC):
         """The micro-batches as read: whole sequences, in their original order."""
         self._batches = [arrange(b, self.built.sequence) for b in batches]
         self._parts = list(self._batches)
-        # In the other modes the embedding reads all tokens; in msp and fsp it splits its output.
+        # In isp mode, a rank passes only its own tokens to the model. In the other modes it passes
+        # all tokens; in msp and fsp the embedding then splits its output over the ranks.
         if self.mesh.topology.mode.slices_batch:
             self._parts = [slice_sequence(b, self.mesh[Axis.TENSOR]) for b in self._batches]
         self._documents: dict[int, Documents] = {}
@@ -103,7 +105,9 @@ class StepWork(ABC):
         rows, tokens = self.tokens[micro_batch].shape
         mode = self.mesh.topology.mode
         if mode.splits_sequence and not mode.slices_batch:
-            tokens //= self.mesh[Axis.TENSOR].size  # stages are cut where the sequence is split
+            # In msp and fsp, the ranks have all tokens as inputs, but between stages each rank has
+            # the hidden states of 1/p of the tokens.
+            tokens //= self.mesh[Axis.TENSOR].size
         weight = self.built.parameters[0].parameter
         return weight.new_empty(rows, tokens, self.built.model.hidden_size)
 
@@ -151,8 +155,8 @@ class StepWork(ABC):
         """
         documents = self.documents(micro_batch)
         mask = own = self.arranged(micro_batch, (documents.num_labels > 0)[documents.numbers])
-        # Experts are called where the sequence is split; in msp and fsp, too, although their
-        # embedding reads the whole sequence.
+        # If the mode splits the sequence, experts are called with this rank's tokens. This includes
+        # msp and fsp, where only the embedding reads the whole sequence.
         if self.mesh.topology.mode.splits_sequence:
             own = _own(mask, self.mesh[Axis.TENSOR])
         return mask, own
@@ -191,8 +195,8 @@ class StepWork(ABC):
 def arrange(batch: MicroBatch, ranks: SequenceRanks) -> MicroBatch:
     """Return whole rows, reordered so that each rank's tokens are contiguous.
 
-    If there are context ranks, packed rows are joined to one row. `cu_seqlens` is unchanged: it is
-    that of the rows in their original order.
+    If there are context ranks, packed rows are joined to one row. `cu_seqlens` is unchanged: it has
+    the bounds of documents in the original order.
     """
     rows = (batch.tokens, batch.labels, batch.positions)
     tokens, labels, positions = ranks.arranged(rows, batch.cu_seqlens)
@@ -200,7 +204,10 @@ def arrange(batch: MicroBatch, ranks: SequenceRanks) -> MicroBatch:
 
 
 def slice_sequence(batch: MicroBatch, channel: Channel) -> MicroBatch:
-    """Return this rank's S/p tokens of each row; `cu_seqlens` is unchanged, of the full row."""
+    """Return this rank's S/p tokens of each row.
+
+    `cu_seqlens` is unchanged: it has the bounds of documents in whole rows.
+    """
     rows = (batch.tokens, batch.labels, batch.positions)
     tokens, labels, positions = (_own(x, channel).contiguous() for x in rows)
     return MicroBatch(tokens, labels, positions, batch.cu_seqlens)

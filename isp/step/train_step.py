@@ -49,10 +49,10 @@ class StepOutcome:
     skipped: bool
     """True if there was no update: the gradients were not finite, or no token had a label."""
     valid_tokens: int
-    """Number of tokens with a label in the global batch; for a loss over pairs, of pairs."""
+    """Number of tokens with a label in the global batch; number of pairs for a loss over pairs."""
     expert_load: float | None = None
-    """Largest number of tokens of one expert, divided by the mean over its layer's experts; of all
-    layers, the largest. None: the model has no experts."""
+    """Tokens of the expert with the most tokens in a layer, divided by the mean over the layer's
+    experts; the largest value of all layers. None: the model has no experts."""
     unused_experts: int | None = None
     """Number of experts, in all layers, that got no token; None: the model has no experts."""
 
@@ -64,7 +64,7 @@ class TokenLoss:
         """Prepare for the forwards of `batches`, in training or evaluation; by default, nothing."""
 
     def count(self, batch: MicroBatch) -> Tensor:
-        """Return the number of terms in the loss of a whole micro-batch: of labels; [], integer.
+        """Return the number of terms of a whole micro-batch's loss, here its labels; [], integer.
 
         The step divides the loss by the sum of these numbers over the global batch.
         """
@@ -103,7 +103,8 @@ class MeanWork(StepWork):
         """
         self.hook.before_criterion()
         valid = self.valid.clamp(min=1)  # a batch without labels has loss 0, not nan
-        # The head computes gradients together with the loss, so it needs their factor already.
+        # The head computes gradients together with the loss. So it needs now the gradient that the
+        # later backward will have for the loss: loss scale / number of labels.
         expected = self.optimizer.scale_loss(torch.ones_like(valid)) / valid
         loss = self._objective.loss(self, micro_batch, output, expected) / valid
         routers = self.chunks[-1].routers
@@ -323,8 +324,9 @@ class TrainStep:
         # anyway, so that reading them costs no second wait.
         load, found = self.chunks[-1].expert_load, count()
         if load is not None:
-            # Summed over stages, which have different layers. Ranks of a stage that see the same
-            # tokens multiply all counts of a layer by the same factor, which changes no ratio.
+            # Sum the tokens of each expert over all ranks. Stages have different layers. Ranks of a
+            # stage that see the same tokens count them several times, but equally for all experts
+            # of a layer, so the ratios of these numbers are right.
             routes = self._sum(Axis.PIPELINE, self._sum(Axis.STAGE, load.tokens()))
             found = torch.cat((found, load.figures(routes)))
         totals = pinned_memory.HostCopy(found)
@@ -372,7 +374,8 @@ class TrainStep:
 
     def reduce(self) -> None:
         """Sum the gradients over the ranks, once in a step; no backward may follow in the step."""
-        if self.gradients.reduced:  # by `grad_norm`, before the update
+        # If the caller has read `grad_norm` before the update, the gradients are reduced already.
+        if self.gradients.reduced:
             return
         for parameter in self._shared:
             self.gradients.withdraw(parameter)
@@ -419,7 +422,8 @@ class TrainStep:
         """Run the forward of `batches`; return their work, whose `total` is a sum, not a mean."""
         actions = self.built.order.actions(self._stages.rank, len(batches), training=False)
         self.hook.before_step(actions)
-        one = torch.ones((), dtype=torch.float64, device=self.device)  # the loss's divisor
+        # The number that the loss is divided by: 1, to get the sum.
+        one = torch.ones((), dtype=torch.float64, device=self.device)
         work = MeanWork(self.parts, batches, self.objective, one)
         self.run(work, training=False)
         return work
@@ -438,7 +442,8 @@ class TrainStep:
         with self._without_dropout():
             for batches in steps:
                 self.objective.begin(batches)
-                count = self._count(batches)  # before the forward, because it checks the rows
+                # Count before the forward, because this also compares the rows over ranks.
+                count = self._count(batches)
                 work = self._forward_only(batches)
                 sums += torch.stack((self.over_ranks(work.total), count))
         self._gather_ahead()
@@ -468,7 +473,8 @@ class TrainStep:
                 module.training = False
             yield
         finally:
-            for module in trains:  # modules that were in evaluation mode before stay so
+            # `trains` leaves out modules that were in evaluation mode before, so they stay in it.
+            for module in trains:
                 module.training = True
 
     def forward(self, work: StepWork, index: int) -> Tensor:
@@ -509,13 +515,17 @@ class TrainStep:
 
     def _gather_ahead(self) -> None:
         """Launch the first gathers of the next step, unless weights may change before it."""
-        if self._weights_may_change:  # `start` launches them
+        # If the caller may write weights before the next step, launch nothing: `start` does it.
+        if self._weights_may_change:
             self.hook.after_step()
         else:
             self.hook.before_step(self._actions)
 
     def _published(self, part: nn.Module) -> None:
-        """Wait for the updated weights of `part`."""
+        """Wait until the updated weights of `part` have arrived.
+
+        Called before these weights are gathered, and before the forward of `part`.
+        """
         if part not in self._publications:
             trained = (p for p in part.parameters() if p.requires_grad)
             self._publications[part] = self.optimizer.publications(trained)

@@ -309,7 +309,9 @@ def _by_own_optimizer(rank: int, case: tuple[Any, Any, Any, JobConfig, JobConfig
             schedule.step()
         run.save(folder, {"schedule": schedule.state_dict()})
     assert "stepped by run.step" in raised(run.optimizer.step)
-    assert "groups and schedulers have the rate" in raised(lambda: run.step(lr=1.0))
+    assert "groups and schedulers of run.optimizer set the learning rate" in raised(
+        lambda: run.step(lr=1.0)
+    )
     losses, norms = ([x for part in parts for x in getattr(part, of)] for of in ("losses", "norms"))
     return Trained(losses, norms, parts[-1].weights)
 
@@ -377,7 +379,10 @@ def test_an_optimizer_that_needs_whole_weights_is_refused() -> None:
         "of the weight, of which each rank holds": (model, of.Adafactor),
         "without a closure": (model, of.LBFGS),
         "does not update temperature": (model, lambda own: of.SGD(own[1:], lr=0.1)),
-        "were not passed to it": (model, lambda own: of.SGD([*own, torch.ones(1)], lr=0.1)),
+        "were not passed to the function": (
+            model,
+            lambda own: of.SGD([*own, torch.ones(1)], lr=0.1),
+        ),
     }
     for said, (of_case, make) in refused.items():
 

@@ -89,7 +89,8 @@ def _fault_on(device: torch.device) -> str:
     """Compile and run a small function; return the error on one line, or "" if there is none."""
     try:
         _probe(torch.zeros(2, 4, device=device))
-    except Exception as error:  # an external compiler may raise anything
+    # Every exception is caught: `torch.compile` calls other compilers, which may raise any.
+    except Exception as error:
         first_line = str(error).strip().partition("\n")[0]
         return f"{type(error).__name__}: {first_line[:200]}"
     return ""

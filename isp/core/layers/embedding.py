@@ -44,11 +44,12 @@ class _Embedding(Function):
 
     @staticmethod
     def forward(ctx: Any, ids: Tensor, weight: Tensor, layer: TableLayer) -> Tensor:
-        foreign = None  # the ids whose rows other ranks hold
+        foreign = None  # a mask of the ids whose rows other ranks hold; None: this rank has all
         if not layer.communicator.gathers_weights and layer.layouts["weight"].sharded:
             ((start, stop),) = layer.layouts["weight"].intervals()
             foreign = (ids < start) | (ids >= stop)
-            ids = (ids - start).masked_fill(foreign, 0)  # some valid row: its result is zeroed
+            # Other ranks' ids read row 0, so that the look-up is valid; its result is zeroed below.
+            ids = (ids - start).masked_fill(foreign, 0)
         with layer.communicator.unshard(layer, Phase.FORWARD, weight) as full:
             table = full.weight
             ctx.layer, ctx.num_rows = layer, table.shape[0]
@@ -68,15 +69,18 @@ class _Embedding(Function):
             return None, None, None
         ids, foreign = ctx.saved_tensors
         dy = layer.moves.dy(dy, tag=Tag(Purpose.OUTPUT_GRADIENT, layer.name, "dy")).wait()
-        if foreign is not None:  # the ranks that hold these ids add their gradients
+        # Ids whose rows other ranks hold: those ranks add the gradients, so here they are 0.
+        if foreign is not None:
             dy = dy.masked_fill(foreign.unsqueeze(-1), 0)
         padding = layer.padding_idx
         if layer.deterministic:
             dw = dy.new_zeros(ctx.num_rows, dy.shape[-1])
-            dw.index_put_((ids,), dy, accumulate=True)  # deterministic: sorts the ids on CUDA
+            # On CUDA this sorts the ids first, so gradients are added in a fixed order.
+            dw.index_put_((ids,), dy, accumulate=True)
             if padding >= 0:
                 dw[padding] = 0
-        else:  # adds by atomics on CUDA, in an order that differs from run to run
+        else:
+            # On CUDA this adds with atomics: the order, and so the rounding, differs between runs.
             dw = torch.ops.aten.embedding_dense_backward(dy, ids, ctx.num_rows, padding, False)
         returned = needs is NeedsGrad.VALUE
         return None, layer.communicator.grad_hook(dw, module=layer, returned=returned), None

@@ -69,7 +69,7 @@ class _ChunkedLoss(Function):
                 loss += losses.sum()
                 if dy is not None:
                     sums.add(own_x, dy, full.weight)
-                del dy  # before the next chunk's logits are allocated
+                del dy  # frees its memory before the next chunk's logits are allocated
         ctx.save_for_backward(*sums.sums(), expected)
         return loss
 
@@ -80,8 +80,8 @@ class _ChunkedLoss(Function):
         *sums, expected = ctx.saved_tensors
         # The factor is 1 unless the caller scaled the loss by something that is not in `expected`.
         head, factor = ctx.head, dloss / expected
-        # No weight is read here. The use moves the prefetch plan to the head's backward, so that
-        # the gathers planned there are launched.
+        # No weight is read here. `unshard` is called all the same, because it tells the prefetch
+        # plan that the head's backward runs now, and so launches the gathers planned there.
         unshard = head.communicator.unshard
         with unshard(head, Phase.BACKWARD, head.weight) if needs[0] else nullcontext():
             dx, dw, db = (x.mul_(factor) if n else None for x, n in zip(sums, needs, strict=True))
@@ -90,11 +90,15 @@ class _ChunkedLoss(Function):
 
 
 def one_ahead(moves: Moves, layer: str, pieces: Iterable[Tensor]) -> Iterator[Tensor]:
-    """Yield the pieces of x after their collective, each with that of the next piece in flight."""
+    """Run the collective of x for each piece, and yield the results in order.
+
+    While the caller computes with a result, the collective of the next piece is in flight.
+    """
     tag = Tag(Purpose.ACTIVATION, layer, "x")
     before: Pending | None = None
     for piece in pieces:
-        arriving = moves.x(piece.contiguous(), tag=tag)  # contiguous: one product for all rows
+        # A contiguous piece can be flattened without a copy, and is multiplied in one matmul.
+        arriving = moves.x(piece.contiguous(), tag=tag)
         if before is not None:
             yield before.wait()
         before = arriving
@@ -110,7 +114,7 @@ def num_loss_chunks(x: Tensor, num_tokens: int, chunk_tokens: int) -> int:
     """
     if not chunk_tokens or not num_tokens:
         return 1
-    at_each = num_tokens // x.shape[1]  # tokens at one position: B rows of p ranks
+    at_each = num_tokens // x.shape[1]  # each position has B p tokens: B sequences on p ranks
     return math.ceil(x.shape[1] / max(1, chunk_tokens // at_each))
 
 
@@ -142,7 +146,7 @@ class HeadGradients:
             arriving = self._of.moves.dx(dy @ weight.to(dy.dtype), tag=tag)
         flat = dy.flatten(0, 1)
         several = torch.promote_types(dy.dtype, torch.float32) if self._count > 1 else None
-        # After the launch of dx, which is in flight meanwhile.
+        # dW is computed after the collective of dx is launched, so that it hides this transfer.
         if self._of_weight:
             flat_x, wide = x.flatten(0, 1).to(dy.dtype), several or self._dtype
             self._dw = weight_gradient(flat, flat_x, dtype=wide, into=self._dw, add=True)
@@ -181,8 +185,9 @@ def deliver(
 class HeadLoss(NamedTuple):
     """The head of a model and its losses, computed one loss chunk at a time.
 
-    x [B, S', D] is the input of the head's linear; labels are [B, S'], or [B, p S'] if the ranks of
-    a sequence split the logits of its tokens.
+    x [B, S', D] is the input of the head's linear. Labels are [B, S'], those of this rank's tokens.
+    If each rank computes losses from a part of the vocabulary, labels are [B, p S'], those of the
+    tokens of all ranks of the sequence.
     """
 
     head: LinearLayer
@@ -222,7 +227,8 @@ class HeadLoss(NamedTuple):
         """
         logits, back = self.logits(x, full, training=expected is not None)
         losses, dy = losses_and_gradient(logits, target, expected, self.logit_shard)
-        del logits  # overwritten by the gradient; without one, this frees their memory
+        # If a gradient was computed, it has overwritten the logits; if not, this frees them.
+        del logits
         if dy is not None:
             tag = Tag(Purpose.OUTPUT_GRADIENT, self.head.name, "dy")
             dy = self.moves.dy(dy, tag=tag).wait()
@@ -243,7 +249,7 @@ class HeadLoss(NamedTuple):
     def _own_logits(
         self, x: Tensor, full: FullWeights, *, training: bool
     ) -> tuple[Tensor, Callable[[Tensor], Tensor] | None]:
-        """Return the results of `logits` before `moves.y`."""
+        """Return what `logits` returns, but with the logits before the collective `moves.y`."""
         y = F.linear(x, full.weight, full.bias)
         if self.after_head is None:
             return y, None

@@ -76,17 +76,18 @@ class Moves:
     y: Collective = _stay
     """Collective of the output."""
     dy: Collective = _stay
-    """Collective of the output's gradient; the dual of `y`."""
+    """Collective of the output's gradient: the backward of the collective `y`."""
     dx: Collective = _stay
-    """Collective of the input's gradient; the dual of `x`."""
+    """Collective of the input's gradient: the backward of the collective `x`."""
     regather_x: bool = False
     """Save x before its collective and run that again in backward: less memory, more traffic."""
 
 
 def moves_for(mode: Mode, role: Role, tensor: Channel, *, sequence_dim: int = 1) -> Moves:
-    """Return the collectives over `tensor` of a linear with `role` in `mode`, as the table has it.
+    """Return the collectives over `tensor` of a linear with `role` in `mode`.
 
-    The table is in this module's docstring. Sequences are gathered along `sequence_dim`.
+    They are those of the table in this module's docstring. Sequences are gathered and scattered
+    along `sequence_dim`.
     """
     if tensor.size == 1:
         return Moves()
@@ -130,7 +131,8 @@ def needs_grad(ctx: Any, count: int) -> list[NeedsGrad]:
             # The engine computes the gradient only if it will run the input's own node.
             runs = needed and will_run(nodes[index][0])
             found.append(_FLOW if runs else _NOTHING)
-        except RuntimeError:  # torch raises for a leaf whose gradient `autograd.grad` returns
+        except RuntimeError:
+            # `will_run` raises only for a leaf whose gradient `autograd.grad` is to return.
             found.append(_VALUE)
     return found
 
@@ -185,7 +187,8 @@ class _Linear(Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         layer: LinearLayer = ctx.layer
         needs_x, needs_w, needs_b = needs_grad(ctx, 3)
-        x, weight = ctx.saved_tensors  # in a recomputed part, this runs the recompute
+        # If the linear is in a recomputed part, reading its saved tensors starts the recompute.
+        x, weight = ctx.saved_tensors
         moves, communicator = layer.moves, layer.communicator
         use = communicator.unshard(layer, _BACKWARD, weight) if needs_x else _NOTHING_READ
         dx = dw = db = dx_arriving = None
@@ -216,8 +219,8 @@ class _Linear(Function):
                 db = dy.flatten(0, -2).sum(0)
                 returned = needs_b is _VALUE
                 db = communicator.grad_hook(db, module=layer, is_bias=True, returned=returned)
-            # If weights are communicated, dW first: it is in flight by now, and the gather of the
-            # weight had the time of the product to arrive.
+            # If weights are communicated, dW was computed first: its reduce-scatter is in flight
+            # while dx is computed, and the weight that dx needs was gathered during the product dW.
             if full is not None and communicator.gathers_weights:
                 dx = _input_gradient(dy, full.weight, layer)
                 dx = _moved(moves.dx, dx, layer, _DX)
@@ -230,14 +233,15 @@ _NOTHING_READ = nullcontext()
 
 def _moved(move: Collective, x: Tensor, layer: LinearLayer, what: tuple[Purpose, str]) -> Tensor:
     """Run the collective `move` of x, wait for it and return its result."""
-    if move is _stay:  # without making a tag: this runs for every activation of every linear
+    # Return before a tag is made, to save time: this runs for every activation of every linear.
+    if move is _stay:
         return x
     purpose, name = what
     return move(x, tag=Tag(purpose, layer.name, name)).wait()
 
 
 def in_dtype(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return x in `dtype`; without a call of torch if x has it, as `to` costs a dispatch always."""
+    """Return x in `dtype`; x itself if it has this dtype, because `to` would cost a dispatch."""
     return x if x.dtype == dtype else x.to(dtype)
 
 
@@ -259,7 +263,8 @@ def _product(x: Tensor, weight: Tensor, bias: Tensor | None, layer: LinearLayer)
 
 def multiply(x: Tensor, weight: Tensor, bias: Tensor | None, layer: LinearLayer) -> Tensor:
     """Return x W^T + b for this rank's shards `weight` and `bias`: x [B, S, I] -> [B, S, O]."""
-    if not torch.is_grad_enabled():  # an autograd node costs as much as the product of one token
+    # Without gradients, make no autograd node: it costs as much time as the product of one token.
+    if not torch.is_grad_enabled():
         return _product(x, weight, bias, layer)
     y: Tensor = _Linear.apply(x, weight, bias, layer)
     return y
@@ -316,14 +321,15 @@ class ParallelLinear(ParallelModule):
         """
         y = self.multiply(x, weight)
         if self.bias_after_move and not self.skip_bias_add and self.bias is not None:
-            y = y + self.bias.to(y.dtype)  # autocast has narrowed y: keep its dtype
+            # Under autocast y is narrower than the bias: convert the bias to keep the dtype of y.
+            y = y + self.bias.to(y.dtype)
         return y
 
     def multiply(self, x: Tensor, weight: Tensor | None = None) -> Tensor:
         """Return y of `forward`, without the bias if that is added after the move of y."""
         own = self.weight
         if weight is None and own is None:
-            raise ValueError(f"{self.title} has no weight of its own: call it with one")
+            raise ValueError(f"{self.title} has no weight of its own: call it with a weight")
         if weight is not None and weight is not own:
             self._check(weight)
         inner_bias = None if self.bias_after_move or self.skip_bias_add else self.bias
@@ -334,8 +340,8 @@ class ParallelLinear(ParallelModule):
         expected = self.layouts["weight"].local_shape
         if tuple(weight.shape) != expected:
             raise ValueError(
-                f"{self.title} was called with a weight of shape {tuple(weight.shape)}, its shard"
-                f" has shape {expected}"
+                f"{self.title} was called with a weight of shape {tuple(weight.shape)}: pass"
+                f" this rank's shard, of shape {expected}"
             )
         if self.communicator.gathers_weights:
             raise ValueError(

@@ -48,7 +48,7 @@ def _pieces(intervals: Iterable[Interval], side: int) -> Iterator[_Piece]:
 
     `intervals` are the shard's parts of that dim.
     """
-    done = 0  # rows of the shard in earlier intervals
+    done = 0  # the length of the intervals before, which is where the next begins in the shard
     for start, stop in intervals:
         for tile in range(start // side, -(-stop // side) if stop > start else 0):
             first, last = max(start, tile * side), min(stop, (tile + 1) * side)
@@ -94,7 +94,8 @@ class MasterStream:
             whole = replace(layout, dim=0, parts=1, index=0, segments=())
             return layout.shard(self.drawn(whole, fill)).contiguous()
         width = min(_TILE, shape[1])
-        sides = _TILE * _TILE // max(width, 1), width  # narrow matrices have taller tiles
+        # In a narrow matrix, a tile is taller, so that it has as many elements as in a wide one.
+        sides = _TILE * _TILE // max(width, 1), width
         cut: list[tuple[Interval, ...]] = [((0, rows),), ((0, shape[1]),)]
         cut[layout.dim] = layout.intervals()
         cut[0] = tuple((self.first + start, self.first + stop) for start, stop in cut[0])
@@ -117,10 +118,11 @@ class MasterStream:
 
 
 class ParallelModule(nn.Module):
-    """A module whose parameters are shards, with a layout for each.
+    """A module whose parameters are shards.
 
-    `name` is the module's qualified name in the whole model, which `bind_names` sets and logs of
-    transfers show.
+    `layouts` has, for each parameter, how it is cut over the ranks (`ParameterLayout`). `name` is
+    the module's qualified name in the whole model, which `bind_names` sets and logs of transfers
+    show.
     """
 
     weight_name = "weight"
@@ -160,10 +162,10 @@ class RowsOf(NamedTuple):
 
 
 def named_parameters(model: nn.Module) -> Iterator[ShardedParameter]:
-    """Yield the parameters of a model of `ParallelModule`s, with their layouts.
+    """Yield the parameters of a model of `ParallelModule`s, each with its `ParameterLayout`.
 
-    In the order in which modules register them. A shared parameter is yielded once, with its first
-    name. Raises TypeError for a parameter of a module that is no `ParallelModule`.
+    They come in the order in which modules register them. A shared parameter is yielded once, with
+    its first name. Raises TypeError for a parameter of a module that is no `ParallelModule`.
     """
     seen: set[int] = set()
     for prefix, module in model.named_modules():
@@ -174,8 +176,9 @@ def named_parameters(model: nn.Module) -> Iterator[ShardedParameter]:
             name = f"{prefix}.{local}" if prefix else local
             if not isinstance(module, ParallelModule):
                 raise TypeError(
-                    f"parameter {name} is held by {type(module).__name__}, which declares no"
-                    f" layout: derive it from ParallelModule"
+                    f"parameter {name} belongs to a {type(module).__name__}, which does not say how"
+                    f" it is cut over ranks: derive the class from ParallelModule, and register the"
+                    f" parameter with add_shard"
                 )
             yield ShardedParameter(name, parameter, module.layouts[local])
 

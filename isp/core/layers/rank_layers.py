@@ -103,22 +103,32 @@ class RankLayers:
 
         `local` applies `scale` and `softcap`.
         """
-        if self.splits_features:  # a rank has all tokens of its heads
+        # A rank has all tokens for its own heads, so it computes attention alone.
+        if self.splits_features:
             return DistributedAttention(local, Channel.solo("tensor"))
         ranks = self.sequence or SequenceRanks.by_heads(self.tensor)
         # A ring merges partial results by log-sum-exp, which no kernel with a soft cap returns.
         return ranks.attention(local, may_ring=softcap is None)
 
     def recurrence(self, kind: Recurrence) -> Recurrence:
-        """Return `kind`, the scan of this rank's segments; the planner returns a dry one."""
+        """Return the recurrence to compute with, `kind` itself.
+
+        The planner overrides this by one that counts memory and time without computing.
+        """
         return kind
 
     def tiles(self, parts: Sequence[slice]) -> Iterable[slice]:
-        """Return all `parts` of a computation; the planner returns only one of each size."""
+        """Return the parts of a computation to run: all `parts`.
+
+        The planner overrides this to run only the first, and counts the others as equal to it.
+        """
         return parts
 
     def each_tile(self, tiles: Sequence[slice]) -> Iterable[slice]:
-        """Return all tiles of tokens that a module runs; a tile may contain transfers."""
+        """Return the tiles of tokens that a module runs, each with its transfers: all `tiles`.
+
+        The planner overrides this to run a few of them, and repeats one for the rest.
+        """
         return tiles
 
     @property
@@ -128,14 +138,18 @@ class RankLayers:
 
     @property
     def splits_logits(self) -> bool:
-        """True if a rank has a slice of all tokens' logits, False if all logits of its tokens."""
+        """True if a rank has, of every token, the logits of a part of the vocabulary.
+
+        False if it has all logits of its own tokens only.
+        """
         return self.splits_features or self.vocab_parallel_loss
 
     @contextmanager
     def recomputing(self) -> Iterator[None]:
         """Mark forward passes in this context as recomputation, for the log and communicator."""
         log = self.tensor.log
-        before = log.phase, log.block  # a recompute runs in the middle of a backward
+        # A recompute runs in the middle of a backward: keep the log's state, to restore it after.
+        before = log.phase, log.block
         log.enter(Phase.RECOMPUTE, log.block)
         try:
             with self.communicator.recomputing():
@@ -177,7 +191,7 @@ class RankLayers:
     def sharded_layout(
         self, shape: tuple[int, ...], *, dim: int, segments: tuple[int, ...] = ()
     ) -> ParameterLayout:
-        """Return the layout of a parameter cut along `dim` over the weight group."""
+        """Return the `ParameterLayout` of a parameter cut along `dim` over the weight group."""
         return ParameterLayout(
             global_shape=shape,
             dim=dim,
@@ -188,9 +202,10 @@ class RankLayers:
         )
 
     def expert_layout(self, shape: tuple[int, ...]) -> ParameterLayout:
-        """Return the layout of a stack of experts [E, ..]: cut along E over the weight group.
+        """Return the `ParameterLayout` of a stack of experts [E, ..], which is cut along E.
 
-        The cut is first over expert ranks, then over the expert weight ranks of each.
+        E is cut over expert ranks first. The experts of an expert rank are then cut over its
+        expert weight ranks, which gather them from each other.
         """
         return replace(self.sharded_layout(shape, dim=0), groups=self.expert.size)
 
@@ -202,7 +217,7 @@ class RankLayers:
     def replicated_layout(
         self, shape: tuple[int, ...], sees_part: bool | None = None
     ) -> ParameterLayout:
-        """Return the layout of a parameter that is whole on every rank.
+        """Return the `ParameterLayout` of a parameter that is whole on every rank.
 
         `sees_part`: True if tensor ranks apply it to different tokens or heads, so that gradients
         are summed over the whole stage; False if they apply it to the same values, so that their

@@ -127,7 +127,8 @@ def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor, *, compiled: bool = False)
             f"cos has {cos.shape[-1]} angles a token, for a head size of {2 * cos.shape[-1]}, but x"
             f" has head size {x.shape[-1]}: make cos and sin with a RotaryEmbedding of that size"
         )
-    if not (compiled or torch.is_grad_enabled()):  # a node costs as much as rotating one token
+    # Without gradients, make no autograd node: it costs as much time as rotating one token.
+    if not (compiled or torch.is_grad_enabled()):
         return _turn(x, cos, sin, 1)
     out: Tensor = _Turn.apply(x, cos, sin, compiled)
     return out

@@ -48,16 +48,18 @@ _LOGITS, _MAX, _SUM = (Tag(Purpose.LOSS, tensor=f"results.{x}") for x in ("logit
 
 
 class RowLabels(NamedTuple):
-    """Labels of hidden rows: any number of labels for each row, in any order.
+    """Labels of hidden states: any number of labels for each hidden state, in any order.
 
-    Example: the hidden row of a prompt's last token predicts the first token of every answer.
+    Here a row is a hidden state, the D numbers of one token. Example: the hidden state of a
+    prompt's last token predicts the first token of every answer.
     """
 
     tokens: Tensor
     """The labels [m], int64; `IGNORED`: a label without a score."""
     rows: Tensor
-    """The index [m] of each label's row in the flattened rows [B n], int64. On the host, because
-    loss chunks are cut by it without waiting for the device."""
+    """For each label, the index of its hidden state in the flattened hidden states [B n]; [m],
+    int64, on the host: labels are divided into loss chunks by it, and reading it from the device
+    would make the host wait."""
 
 
 # -- the rules -------------------------------------------------------------------------------------
@@ -97,7 +99,8 @@ class AllLogits(ResultRules):
     """All V logits of a token."""
 
     def find(self, logits: Tensor, inputs: Tensor, shard: LogitShard) -> tuple[Tensor, None]:
-        # Padded to the same number on each rank, for the gather; the last ranks may have less.
+        # The last ranks may have fewer logits than the others. An all-gather needs equal sizes, so
+        # each rank pads its logits to the largest number.
         each = math.ceil(shard.vocab_size / shard.channel.size)
         own = F.pad(widened(logits), (0, each - logits.shape[-1]))
         return _joined(own, shard.channel)[..., : shard.vocab_size], None
@@ -220,7 +223,8 @@ class TokenScoreRules(_Scaled):
             parts.append(torch.linalg.vecdot(exp, z))
         else:
             exp = z.exp_()
-        # One all-reduce for the labels' logits [B, n] or [m] and the sums of the rows [B, n].
+        # One all-reduce for both: the labels' logits, [B, n] or [m], and the sums over each
+        # token's logits, [B, n].
         parts.append(exp.sum(-1))
         summed = channel.all_reduce(torch.cat([x.flatten() for x in parts]), tag=_SUM).wait()
         split = summed.split([x.numel() for x in parts])
@@ -248,7 +252,8 @@ class TokenScoreRules(_Scaled):
         tokens, rows = _tokens_and_rows(labels)
         z = self._scaled(logits).sub_(known[..., :1])  # log-probabilities
         given = given.masked_fill((tokens == IGNORED).unsqueeze(-1), 0) / self.temperature
-        # A row's softmax is multiplied once, by the sum of the gradients of all its labels.
+        # A hidden state may have several labels. Their gradients are summed first, so that its
+        # softmax [V'] is multiplied only once.
         of_rows = given
         if rows is not None:
             of_rows = given.new_zeros(*z.shape[:2], given.shape[-1])
@@ -289,7 +294,8 @@ class DivergenceRules(_Scaled):
         self, logits: Tensor, inputs: Tensor, lse: Tensor, given: Tensor, shard: LogitShard
     ) -> Tensor:
         log_q, tokens = inputs.chunk(2, -1)
-        # dlogits = (p sum(q) - q) / temperature; the sum is below 1 if the teacher's K are not all.
+        # dlogits = (p sum(q) - q) / temperature. sum(q) is below 1 if the teacher's K tokens are
+        # not the whole vocabulary.
         q = log_q.exp()
         given = given / self.temperature
         z = self._scaled(logits).sub_(lse).exp_()
@@ -320,7 +326,8 @@ def _add_to_picked(
 ) -> Tensor:
     """Add the gradients `given` [.., K] of picked logits to `gradient` [.., V'], in place.
 
-    With `rows` [m], `tokens` and `given` are [m, K], and entry i belongs to row `rows[i]`.
+    With `rows` [m], `tokens` and `given` are [m, K], and tokens[i] are entries of the logits of
+    hidden state `rows[i]`; see `RowLabels`.
     """
     local, held = places_of(tokens, shard.first, gradient.shape[-1])
     given = given.masked_fill(~held, 0)
@@ -333,18 +340,24 @@ def _add_to_picked(
 
 
 def _tokens_and_rows(labels: Tensor | RowLabels) -> tuple[Tensor, Tensor | None]:
-    """Return the labels, and the index of each label's row; None if each row has one label."""
+    """Return the labels, and for each the index of its hidden state (`RowLabels.rows`).
+
+    The indices are None if there is one label for each hidden state, in the same order.
+    """
     return labels if isinstance(labels, RowLabels) else (labels, None)
 
 
 def _of_labels(x: Tensor, rows: Tensor | None) -> Tensor:
-    """Return, for each label, the value of its row in x [B, n]: [B, n], or [m] with `rows`."""
+    """Return, for each label, the value of its hidden state: [B, n], or [m] with `rows`.
+
+    x [B, n] has a value for each hidden state.
+    """
     return x if rows is None else x.flatten()[rows]
 
 
 def _places(rows: Tensor, logits: Tensor) -> tuple[Tensor, Tensor]:
     """Return the indices into dim 0 and dim 1 of `logits` [B, n, V'] of flattened rows [m]."""
-    # Two indices instead of a flattened view, which logits with other strides do not have.
+    # Two indices, because logits that are not contiguous cannot be viewed as [B n, V'].
     return rows // logits.shape[1], rows % logits.shape[1]
 
 
@@ -365,7 +378,8 @@ class _OfLogits(Function):
         # Rules overwrite only logits in float32 or wider: bfloat16 needs no copy.
         is_wide = logits.dtype == torch.promote_types(logits.dtype, torch.float32)
         found, kept = rules.find(logits.clone() if is_wide else logits, inputs, shard)
-        # Saved, not kept on ctx: torch raises in backward if labels were written in place since.
+        # The labels are passed to `save_for_backward` instead of stored as attributes of ctx: so
+        # torch raises in backward if they were written in place after the forward.
         ctx.of_rows = isinstance(inputs, RowLabels)
         ctx.save_for_backward(logits, kept, *(inputs if ctx.of_rows else (inputs,)))
         ctx.rules, ctx.shard = rules, shard
@@ -446,7 +460,8 @@ class _OfHead(Function):
             parts = chunks.cut(x), chunks.inputs(), chunks.split(given), kept, chunks.lengths
             for own_x, own_inputs, part, again, length in zip(*parts, strict=True):
                 back = None
-                # For rules that read only the logits' shape and dtype: one element, expanded.
+                # Rules that read only the shape and dtype of the logits get a tensor of one
+                # element, expanded to this shape, so no logits are computed.
                 logits = x.new_empty(1).expand(len(x), of.num_slices * length, ctx.num_logits)
                 if rules.needs_logits or of.after_head is not None:
                     logits, back = of.logits(own_x, full, training=True)
@@ -460,10 +475,11 @@ class _OfHead(Function):
 
 
 class _Chunks:
-    """Cuts hidden rows x [B, S', D] and the rules' inputs into loss chunks, and joins results.
+    """Cuts hidden states x [B, S', D] and the rules' inputs into loss chunks, and joins results.
 
-    A chunk has S'/c positions of each of the p ranks, so n/c tokens of each batch row. With
-    `RowLabels` it has the labels of its rows; `rows` are then counted in the chunk.
+    A chunk has S'/c positions of each of the p ranks, so n/c tokens of each sequence of the batch.
+    With `RowLabels`, a chunk has the labels of its own hidden states, and `RowLabels.rows` of a
+    chunk are indices into the hidden states of this chunk.
     """
 
     def __init__(self, of: HeadLoss, x: Tensor, inputs: Tensor | RowLabels) -> None:
@@ -504,7 +520,10 @@ class _Chunks:
         return torch.empty_like(every).index_copy_(0, self._order, every)
 
     def split(self, given: Tensor) -> Iterator[Tensor]:
-        """Yield the gradient of each chunk's results, given that of the result of `joined`."""
+        """Yield the gradient of each chunk's results.
+
+        `given` is the gradient of the results of all chunks, as `joined` returns them.
+        """
         if self._order is None:
             return self._by_position(given)
         return iter(given[self._order].split(self._sizes))
@@ -516,13 +535,15 @@ class _Chunks:
         return (part.flatten(1, 2) for part in by_ranks.split(self.lengths, dim=2))
 
     def _rows_of_chunks(self, rows: Tensor, length: int) -> tuple[Tensor, list[int], Tensor]:
-        """Return the order of labels by chunk, each chunk's number of labels, and rows in chunks.
+        """Return how `RowLabels` are divided into chunks: (order, sizes, rows).
 
-        The order and the rows are [m]; rows are in that order. Computed on the host: on a device,
-        the numbers of labels would make the host wait. `length` is S'.
+        `order` [m] are the indices that sort labels by chunk; `sizes` is the number of labels of
+        each chunk; `rows` [m], in this order, are the indices of hidden states in their chunks.
+        Computed on the host, which would otherwise wait for `sizes`. `length` is S'.
         """
-        slices, places = rows // length, rows % length  # of B p slices, and position in it
-        chunks = places // self.lengths[0]  # all chunks but the last one are that long
+        # For each label: which of the B p slices (S' tokens each), and the position in the slice.
+        slices, places = rows // length, rows % length
+        chunks = places // self.lengths[0]  # only the last chunk may be shorter than lengths[0]
         own = slices * torch.tensor(self.lengths)[chunks] + places - chunks * self.lengths[0]
         sizes: list[int] = chunks.bincount(minlength=len(self.lengths)).tolist()
         order = chunks.argsort(stable=True)

@@ -98,14 +98,17 @@ def _losses(
     vocab_size = torch.zeros((), device=logits.device)
     if smoothing == 0:
         minuend = channel.all_reduce(own, tag=_TARGET).wait()
-    else:  # in the same all-reduce: the sum of all logits and V, for the mean
+    else:
+        # Smoothing needs the mean of a token's V logits. The same all-reduce sums these logits, and
+        # also the number of logits on each rank, which gives V.
         size = own.new_full((1,), logits.shape[-1])
         parts = torch.cat([own.flatten(), shifted.sum(-1).flatten(), size])
         parts = channel.all_reduce(parts, tag=_TARGET).wait()
         vocab_size = parts[-1]
         own, summed = parts[:-1].view(2, *target.shape)
         minuend = own.lerp(summed / vocab_size, smoothing)
-    # loss = log(sum exp) - minuend: the target's logit, with smoothing mixed with the mean logit.
+    # loss = log(sum exp) - minuend. The minuend is the target's logit or, with smoothing, a
+    # weighted mean of the target's logit and the mean logit.
     exp = shifted.exp_()  # from here on `shifted` holds exponentials
     total = channel.all_reduce(exp.sum(-1), tag=_SUM).wait()
     loss = (total.log() - minuend).masked_fill(~valid, 0)
@@ -175,9 +178,9 @@ def losses_and_gradient(
 ) -> tuple[Tensor, Tensor | None]:
     """Return each token's loss without smoothing, and dlogits for `dloss` (None: no gradient).
 
-    Overwrites `logits`, but logits narrower than float32 only by their gradient. If `shard.compile`
-    allows it, compiled kernels go over the logits in memory three times instead of eight: twice to
-    read them, once to turn them into their gradient.
+    `logits` may be overwritten: if they are narrower than float32, only when a gradient is
+    returned, by this gradient. If `shard.compile` allows it, compiled kernels go over the logits in
+    memory three times instead of eight: twice to read them, once to turn them into their gradient.
     """
     channel, first = shard.channel, shard.first
     if compiles(shard.compile, logits.device):

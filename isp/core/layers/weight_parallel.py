@@ -200,7 +200,7 @@ def _gathered_layers(module: nn.Module) -> list[ISPLinear | ISPEmbedding]:
 
 
 def _rows(communicator: ISPCommunicator, *shape: int) -> ParameterLayout:
-    """Return the layout of a parameter of `shape`, cut by rows over the communicator's ranks."""
+    """Return the `ParameterLayout` of a parameter that is cut by rows over the weight group."""
     if not isinstance(communicator, ISPCommunicator):
         raise TypeError(
             f"communicator must be an isp.ISPCommunicator, got {type(communicator).__name__}: make"

@@ -66,8 +66,8 @@ class Bucket:
 
     def wait(self) -> None:
         """Wait for the launched transfer, and make the current stream wait; cheap if it is done."""
-        # The first stream that waits unpacks the result; it may be that of weight gathers. Each
-        # stream that waits later must wait for the unpacking.
+        # The first stream that waits also unpacks the result. This may be the stream of weight
+        # gathers, so each stream that waits later must wait until the result is unpacked.
         if self.pending is not None:
             found, self.pending = self.pending.wait(), None
             self._arrived = streams.mark(found.device)
@@ -76,10 +76,11 @@ class Bucket:
 
 
 class GradientBucket(Bucket):
-    """Main gradients in one flat tensor, concatenated, each with its parts.
+    """Main gradients in one flat tensor, which are summed over the ranks in one transfer.
 
-    There is one part if all ranks get all sums (all-reduce), else one part for each rank
-    (reduce-scatter). See [Note: Packed in place] in docs/design/notes/optimizer.md.
+    If every rank gets all sums, by an all-reduce, a gradient is one part. If a rank gets only the
+    sums of its own rows, by a reduce-scatter, a gradient is divided into one part for each rank.
+    See [Note: Packed in place] in docs/design/notes/optimizer.md.
     """
 
     def __init__(
@@ -100,12 +101,17 @@ class GradientBucket(Bucket):
         return found
 
     def launch(self, index: int) -> None:
-        """Launch the sum over the ranks; of several parts, this rank gets part `index`."""
+        """Launch the sum over the ranks.
+
+        If the gradients are divided into parts, this rank gets the sums of part `index`.
+        """
         if self.parts == 1:
             self.pending = self.channel.all_reduce_(self.flat, tag=self.tag)
             return
         pieces = self.flat.view(self.parts, -1)  # [p, L]
-        if len(self.widths) > 1:  # [Note: Packed in place]
+        # A reduce-scatter sends contiguous pieces, so first copy the part of each gradient for a
+        # rank next to the other parts for this rank [Note: Packed in place].
+        if len(self.widths) > 1:
             pieces.copy_(torch.cat([x.view(self.parts, -1) for x in self.padded()], dim=1))
         # Into this rank's own piece, without a second buffer; the other pieces stay unsummed.
         self.pending = self.channel.reduce_scatter_into(pieces[index], pieces, tag=self.tag)
@@ -200,9 +206,11 @@ class BucketManager:
         fused parameter that contains it."""
         self._launched = 0
         """Number of buckets launched in this step."""
+        # If `rows_of` has only some of the ranks that gradients are summed over, all ranks get all
+        # sums, by an all-reduce [Note: Some of the replicas].
         self._rows_of = Channel.solo()
         if rows_of is not None and rows_of.size == channels[Axis.WEIGHT_DATA].size:
-            self._rows_of = rows_of  # [Note: Some of the replicas]
+            self._rows_of = rows_of
         units = [
             (whole, members, self._parts_of(members, channels))
             for whole, members in by_whole(parameters).items()
@@ -238,7 +246,11 @@ class BucketManager:
 
     @property
     def received_bytes(self) -> int:
-        """Bytes in flight to this rank of other ranks' parts, in channels that `sums_locally`."""
+        """Bytes of buffers that receive gradients of other ranks now.
+
+        Only a channel that `sums_locally` needs them: it receives the gradients of all ranks, and
+        sums them on this rank.
+        """
         return sum(
             bucket.flat.nbytes
             for bucket in self._buckets
@@ -249,7 +261,7 @@ class BucketManager:
     def scatters(self) -> bool:
         """True if gradients are reduce-scattered, so that a rank gets the sums of its own rows.
 
-        It is the same on all ranks. Parameters with few rows are all-reduced all the same.
+        It is the same on all ranks. Parameters with few rows are all-reduced in either case.
         """
         return self._rows_of.size > 1
 
@@ -267,7 +279,10 @@ class BucketManager:
         return gradient.part[: math.prod(own)].view(own)
 
     def all_rows(self, gradient: MainGradient) -> Tensor:
-        """Return the sums of all rows; a collective if the bucket was reduce-scattered."""
+        """Return the sums of all rows of a gradient, also of those that other ranks have.
+
+        This is a collective if the bucket was reduce-scattered.
+        """
         bucket, view = gradient.bucket, gradient.view
         if bucket.parts == 1:
             return view
@@ -335,7 +350,8 @@ class BucketManager:
             self._place(item, padded, part, bucket)
         for whole, of_one, _ in units:
             if whole not in of_one:
-                # Its parameters' buffers are consecutive and not padded: one view covers them.
+                # The gradient of a fused parameter: the buffers of its parameters are consecutive
+                # and not padded, so one view of `flat` covers them.
                 begin = self.of(of_one[0].parameter).view.storage_offset()
                 self._place(whole, bucket.flat[begin:], bucket.flat[:0], bucket)
             for item in (whole, *of_one):

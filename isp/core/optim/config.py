@@ -98,12 +98,12 @@ class ParamGroupConfig:
     heads; one-dimensional and tied parameters use adamw, or `optimizer.name` if that is not
     muon."""
     lr: Positive | None = None
-    """Peak learning rate; null: that of the rule."""
+    """Peak learning rate; null: the learning rate of the group's update rule."""
     lr_scale: NotNegative = 1.0
     """Multiplier of the learning rate."""
     weight_decay: NotNegative | None = None
-    """Weight decay; null: that of the rule, and none for norms, biases and one-dimensional
-    parameters."""
+    """Weight decay; null: the weight decay of the group's update rule, and none for norms, biases
+    and one-dimensional parameters."""
     split: tuple[Count, ...] = ()
     """muon: relative sizes of the matrices fused in each weight, such as [4, 1, 1] for q, k and v,
     or [1, 1] for gate and up; empty: as the model's code splits them."""
@@ -210,7 +210,10 @@ class OptimizerConfig:
                 )
 
     def check_torchs(self, optimizer: str) -> None:
-        """Raise ValueError for keys that torch's optimizers do not use; `optimizer` names it."""
+        """Raise ValueError if a key is set that torch's optimizers do not use.
+
+        `optimizer`: name of the torch optimizer, for the message.
+        """
         plain = {"offload_states": False, "moment_dtype": "float32", "param_groups": ()}
         for key, value in plain.items():
             if (own := getattr(self, key)) != value:
@@ -242,7 +245,7 @@ class OptimizerConfig:
 
     @property
     def unused(self) -> list[str]:
-        """Keys with another value than the default that no update rule of this run uses."""
+        """Keys that are set, to another value than the default, but used by no rule of this run."""
         own = _RULE_KEYS["adamw"]
         second = {f"adamw_{key}" for key in ("lr", "weight_decay", *own)}
         used = set().union(*(_RULE_KEYS.get(rule, own) for rule in self.rules))

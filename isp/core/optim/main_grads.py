@@ -30,7 +30,7 @@ class MainGradients(BucketManager):
                 gradients.expect_last()     # buckets may be reduced while this backward runs
             loss(batch).backward()
         gradients.reduce()
-        gradients.grad(parameter)           # the sum, on every rank of the layout's `reduce_over`
+        gradients.grad(parameter)           # the sum, on all ranks of `ParameterLayout.reduce_over`
 
     If `scatters` is True, a rank gets only the sums of its own rows, from `summed`.
 
@@ -53,7 +53,8 @@ class MainGradients(BucketManager):
         self._last = False
         self.reduced = False
         """True if `reduce` has been called since `zero`."""
-        # Of a fused parameter, autograd accumulates its gradient, not those of its parts.
+        # Autograd sees a fused parameter as one leaf and accumulates one gradient for it, so hooks
+        # are registered on fused parameters, not on the parameters that they contain.
         self._leaves = [whole.parameter for whole in by_whole(self.parameters)]
         self._hooks = after_gradients(self, MainGradients.collect, self._leaves)
 
@@ -63,7 +64,10 @@ class MainGradients(BucketManager):
         Raises RuntimeError if promised gradients of the last step were not delivered.
         """
         if names := self._open_promises():
-            raise RuntimeError(f"gradients were promised and not delivered: {names}")
+            raise RuntimeError(
+                f"gradients of the last step were promised and not delivered: {names}; deliver them"
+                f" (ISPCommunicator.finish), or call abandon() if the step failed"
+            )
         self.reset()
         for leaf in self._leaves:
             leaf.grad = None
@@ -77,7 +81,8 @@ class MainGradients(BucketManager):
     def abandon(self) -> None:
         """Forget all promises, after a step that failed; `zero` can then begin another step.
 
-        Deliver gradients in flight before: else they would be added to those of the next step.
+        Call `finish` of the communicator before this: gradients that are still in flight would be
+        delivered later, and added to the gradients of the next step.
         """
         for gradient in self.gradients:
             gradient.open_promises, gradient.receives, gradient.waiting = 0, False, None
@@ -119,7 +124,8 @@ class MainGradients(BucketManager):
         """
         found = self._whole_of[id(parameter)]
         new: Tensor | None = gradient
-        # Received in the buffer itself: add only the gradients that were added meanwhile.
+        # This gradient was received in the buffer itself, so it is there already. Add only the
+        # gradients that other calls have added during the transfer.
         if found.receives and gradient is found.view:
             new, found.waiting, found.receives = found.waiting, None, False
         if new is not None:
@@ -141,7 +147,7 @@ class MainGradients(BucketManager):
         weight_gradient(dy, x, into=buffer, add=not fresh)
 
     def withdraw(self, parameter: nn.Parameter) -> None:
-        """Close one promise for `parameter` without a gradient."""
+        """Cancel one promise for `parameter`: the promised gradient will not be added."""
         gradient = self._whole_of[id(parameter)]
         if gradient.open_promises:
             gradient.open_promises -= 1
@@ -157,17 +163,24 @@ class MainGradients(BucketManager):
         if value is not None:
             self._accumulate(gradient, value)
             parameter.grad = None
-        if self._last:  # the hook has run once, after all uses of the parameter
+        # The hook runs once in a backward pass, after all uses of the parameter. In the step's last
+        # backward pass, autograd accumulates nothing after this.
+        if self._last:
             gradient.passed = True
         self._settle(gradient)
 
     def reduce(self) -> None:
         """Sum all gradients over the ranks: launch the remaining buckets, then wait for all."""
         if names := self._open_promises():
-            raise RuntimeError(f"gradients were promised and not delivered: {names}")
+            raise RuntimeError(
+                f"gradients were promised and not delivered: {names}; call"
+                f" ISPCommunicator.finish() before reduce()"
+            )
         if self.reduced:
-            raise RuntimeError("these gradients are reduced already: zero() begins a new step")
-        for gradient in self.gradients:  # zeros where this rank has none: other ranks may have one
+            raise RuntimeError("these gradients are reduced already: call zero() for a new step")
+        # Where this rank had no gradient in this step, set the buffer to zeros: other ranks may
+        # have had one.
+        for gradient in self.gradients:
             gradient.value()
         self.finish()
         self.reduced = True
@@ -227,7 +240,7 @@ class MainGradients(BucketManager):
         """Mark the gradient as ready if it is final [Note: When a gradient is final]."""
         if gradient.passed and not gradient.open_promises and not gradient.receives:
             if gradient.untouched:
-                gradient.value()  # zeros
+                gradient.value()  # sets the buffer to zeros, as there was no gradient in this step
             self.mark_ready(gradient)
 
     def _open_promises(self) -> list[str]:
@@ -246,7 +259,8 @@ def _check(parameters: list[ShardedParameter]) -> None:
             raise ValueError(f"{name} is also {names[parameter]}: pass a shared parameter once")
         if tuple(parameter.shape) != layout.local_shape:
             raise ValueError(
-                f"{name} has shape {tuple(parameter.shape)}, but its layout has a shard of shape"
-                f" {layout.local_shape}: pass the shard, or the layout of this rank"
+                f"{name} has shape {tuple(parameter.shape)}, but its ParameterLayout gives this"
+                f" rank a shard of shape {layout.local_shape}: pass the shard, or the"
+                f" ParameterLayout of this rank"
             )
         names[parameter] = name

@@ -43,9 +43,10 @@ _BATCH_ELEMENTS, _LARGEST_BATCH = 2**21, 16
 
 
 class Matrix(NamedTuple):
-    """A matrix of a weight, as a block of the weight's global tensor, in one expert if it has any.
+    """The place of a matrix in a weight: a block of the weight's global tensor.
 
-    A weight may consist of several matrices, such as fused q, k and v.
+    A weight may consist of several matrices, such as fused q, k and v. In a weight [E, .., ..] of
+    E experts, each matrix is in one expert.
     """
 
     offsets: tuple[int, ...]
@@ -89,7 +90,8 @@ def matrices_of(name: str, layout: ParameterLayout, config: OptimizerConfig) -> 
     elif config.muon.per_head and known.heads:
         sizes = (length // known.heads,) * known.heads
     starts = [sum(sizes[:i]) for i in range(len(sizes))]
-    # A matrix for each index of the leading dims (experts), and for each part along `known.dim`.
+    # Make one matrix for each expert (index of the leading dims) and each part along `known.dim`.
+    # `cut` has, for each dim of the weight, the (offset, size) of the matrices in it.
     cut: list[list[tuple[int, int]]] = [[(i, 1) for i in range(n)] for n in shape[:-2]]
     cut += [[(0, n)] for n in shape[-2:]]
     cut[known.dim] = list(zip(starts, sizes, strict=True))
@@ -103,7 +105,8 @@ def newton_schulz(x: Tensor, keys: MuonConfig) -> Tensor:
     """
     a, b, c = keys.ns_coefficients
     multiply = torch.addmm if x.dim() == 2 else torch.baddbmm
-    is_tall = x.shape[-2] > x.shape[-1]  # then transposed: x x^T is the smaller product
+    # A tall matrix is transposed before and after, because x x^T is then the smaller product.
+    is_tall = x.shape[-2] > x.shape[-1]
     x = x.mT if is_tall else x
     norm = torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True)
     x = x / norm.clamp(min=keys.eps)
@@ -146,17 +149,18 @@ class _Block(NamedTuple):
     rank: int
     """The other rank of the transfer."""
     at: int
-    """On a rank with rows: the index of the weight in the bucket. On the home: that of the
-    matrix."""
+    """On the rank that has rows of the weight: the index of the weight in the bucket. On the home:
+    the index of the matrix among the matrices whose home this rank is."""
     box: Box
-    """The block, and where it is in these rows or in this matrix."""
+    """The block, and its place in the tensor that `at` means: this rank's rows of the weight, or
+    the whole matrix."""
 
 
 class _StageRanks(NamedTuple):
     """The ranks of a pipeline stage, and which rows of a weight each rank has.
 
-    A *place* is the index of a shard in the weight group, and of rows of that shard in the zero1
-    group. Several ranks may have the same place.
+    A *place* is a pair: the index of a shard in the weight group, and the index in the zero1 group
+    of the rows of this shard that a rank updates. Several ranks may have the same place.
     """
 
     channel: Channel
@@ -167,7 +171,7 @@ class _StageRanks(NamedTuple):
     """Number of ranks in a zero1 group."""
 
     def place(self, layout: ParameterLayout, rank: int) -> tuple[int, int]:
-        """Return the place of a rank's rows: the index of its shard, and of its rows in that."""
+        """Return the place of the rows that `rank` updates; see the class."""
         # Ranks of a stage are numbered with the weight group varying fastest.
         replica, index = divmod(rank, self.weight)
         return index if layout.sharded else 0, replica % self.zero1
@@ -185,9 +189,10 @@ class _StageRanks(NamedTuple):
         return boxes_of(shard, (rows.start, rows.stop))
 
     def sender(self, ranks: Sequence[int], home: int) -> int:
-        """Return which of `ranks`, which have the same rows, sends them to `home`.
+        """Return the rank of `ranks` that sends rows to `home`; all `ranks` have the same rows.
 
-        It is `home` if that is one of them; others take turns, so that sends are spread.
+        It is `home` itself if it has the rows. Otherwise it depends on `home`, so that the sends to
+        different homes are spread over `ranks`.
         """
         return home if home in ranks else ranks[home % len(ranks)]
 
@@ -206,8 +211,8 @@ class MatrixBucket:
     ) -> None:
         """Make a bucket of `members`.
 
-        `matrices`: for each matrix, the index of its member, itself and its home. `dtype`: see
-        `MatrixUpdates`.
+        `matrices`: for each matrix, the index in `members` of the weight that contains it, the
+        matrix, and its home. `dtype`: see `MatrixUpdates`.
         """
         self.members, self._stage, self._keys = members, stage, config.muon
         self._grads = [shards[item].grad for item in members]
@@ -232,7 +237,8 @@ class MatrixBucket:
         """This rank's rows, by the factor on the learning rate of their matrix."""
         self.all_flops = sum(matrix.flops(self._keys) for _, matrix, _ in matrices)
         """Floating-point operations of Newton-Schulz for all matrices, on all homes."""
-        self._boxes = cache(stage.boxes)  # equal for all experts of a weight
+        # Cached, because all experts of a weight ask for the same boxes.
+        self._boxes = cache(stage.boxes)
         for number, matrix, home in matrices:
             self._add(number, members[number].layout, matrix, home)
         # An all-to-all sends by rank. The sort is stable, and all ranks add blocks in the same
@@ -271,7 +277,8 @@ class MatrixBucket:
 
     def multiply(self) -> None:
         """Make the matrices whose home is this rank orthogonal."""
-        by_shape: dict[tuple[int, ...], list[Tensor]] = {}  # only equal shapes can be batched
+        # Matrices are grouped by shape, because only equal shapes can be multiplied in a batch.
+        by_shape: dict[tuple[int, ...], list[Tensor]] = {}
         for x in self._whole:
             by_shape.setdefault(x.shape[-2:], []).append(x.view(x.shape[-2:]))
         for xs in by_shape.values():
@@ -462,18 +469,19 @@ def in_turn(
 
 
 def _homes(buckets: Sequence[Sequence[Sequence[int]]], size: int) -> Iterator[int]:
-    """Yield the home rank of each matrix, given the costs of each bucket's weights' matrices.
+    """Yield the home rank of each matrix, in the order of `buckets`.
 
+    `buckets` has, for each bucket and each of its weights, the costs of the weight's matrices.
     `size`: number of ranks of the stage. See [Note: Homes] in docs/design/notes/optimizer.md.
     """
-    # First over all buckets: how many matrices of each cost a rank gets.
+    # First, over all buckets, decide how many matrices of each cost a rank gets.
     every = [[cost for costs in members for cost in costs] for members in buckets]
     loads, left = [0] * size, [Counter[int]() for _ in range(size)]
     for cost in sorted((cost for costs in every for cost in costs), reverse=True):
         rank = loads.index(min(loads))
         loads[rank] += cost
         left[rank][cost] += 1
-    # Then bucket by bucket: which matrices, each to a rank with some of this cost left.
+    # Then, bucket by bucket, give each matrix to a rank that may still get one of this cost.
     loads = [0] * size
     for costs in every:
         homes = [0] * len(costs)

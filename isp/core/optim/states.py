@@ -37,7 +37,7 @@ T = TypeVar("T")
 MASTER = "master"
 """Key of the master weights in dicts of states."""
 STREAM_BYTES = 128 * 2**20
-"""Bytes of a bucket's states at work: enough for copies to reach the link's bandwidth."""
+"""Bytes of a bucket's states during an update: enough for copies to reach the link's bandwidth."""
 _UNIT = 64
 """Alignment: rows are cut at multiples of 64 elements, so that a CPU kernel treats each element the
 same for any number of buckets, and views of a buffer begin at multiples of 64 bytes. See
@@ -45,9 +45,10 @@ same for any number of buckets, and views of a buffer begin at multiples of 64 b
 
 
 def kept(rule: UpdateRule, dtype: torch.dtype) -> dict[str, torch.dtype]:
-    """Return the states that `rule` keeps for weights of `dtype`: name and dtype at rest.
+    """Return the states that `rule` keeps for weights of `dtype`, as {name: dtype}.
 
-    Master weights are included unless the weights are their own masters (float32 or wider).
+    The dtype is the one in which a state is kept between updates. Master weights are included
+    unless the weights are their own masters (float32 or wider).
     """
     wide = master_dtype(dtype)
     masters = {} if wide == dtype else {MASTER: wide}
@@ -55,10 +56,10 @@ def kept(rule: UpdateRule, dtype: torch.dtype) -> dict[str, torch.dtype]:
 
 
 class StateMemory:
-    """Memory for states at rest, on the device or on the host; `take` returns parts of it.
+    """Memory for optimizer states between updates, on the device or on the host.
 
-    On the host it is one pinned allocation for each dtype, with as many elements as `sizes` add up
-    to. Raises ValueError if the host has too little memory.
+    `take` returns parts of it. On the host it is one pinned allocation for each dtype, with as many
+    elements as `sizes` add up to. Raises ValueError if the host has too little memory.
     """
 
     def __init__(
@@ -80,8 +81,9 @@ class StateMemory:
         except MemoryError as error:
             raise ValueError(
                 f"optimizer.offload_states=true needs {self.host_bytes / 2**30:.2f} GiB of host"
-                f" memory for a rank: {error}: use false, optimizer.moment_dtype=bfloat16, or"
-                f" more ranks to split the states (parallel.weight.size, parallel.zero1.size)"
+                f" memory for a rank: {error}: use optimizer.offload_states=false,"
+                f" optimizer.moment_dtype=bfloat16, or more ranks to split the states"
+                f" (parallel.weight.size, parallel.zero1.size)"
             ) from None
 
     def resting(
@@ -92,9 +94,10 @@ class StateMemory:
         grad: Tensor,
         kinds: Mapping[str, torch.dtype],
     ) -> Resting:
-        """Return rows of a parameter with states of the dtypes `kinds`, by name.
+        """Return rows of a parameter with new optimizer states.
 
-        States are zeros; master weights are copies of `weights`.
+        `kinds`: the dtype of each state, by name. States are zeros, but the master weights are a
+        copy of `weights`.
         """
         found = {kind: self.take(weights.shape, dtype) for kind, dtype in kinds.items()}
         if MASTER in found:
@@ -122,7 +125,8 @@ class Resting:
     grad: Tensor
     """Summed main gradient, in the dtype of the master weights."""
     states: dict[str, Tensor]
-    """States of the update rule, by name, and the master weights unless `weights` are these."""
+    """States of the update rule, by name. Also the master weights, except if `weights` themselves
+    are the master weights."""
 
     @property
     def master(self) -> Tensor:
@@ -131,7 +135,7 @@ class Resting:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the states and master weights, at work."""
+        """Bytes of the states and master weights during an update, in the gradients' dtype."""
         number = len({MASTER, *self.states})
         return self.weights.numel() * self.grad.element_size() * number
 
@@ -141,9 +145,13 @@ class Resting:
         return replace(self, states=states)
 
     def pieces(self, limit_bytes: int) -> Iterator[Resting]:
-        """Yield the rows in pieces of up to `limit_bytes` at work [Note: Where rows are cut]."""
+        """Yield the rows in pieces whose `num_bytes` are up to `limit_bytes`.
+
+        See [Note: Where rows are cut] in docs/design/notes/optimizer.md.
+        """
         num_rows, row_elements = self.weights.shape[0], math.prod(self.weights.shape[1:])
-        unit = _UNIT // math.gcd(_UNIT, row_elements)  # rows with a multiple of _UNIT elements
+        # A piece has a multiple of `unit` rows, so that its elements are a multiple of `_UNIT`.
+        unit = _UNIT // math.gcd(_UNIT, row_elements)
         fitting = max(unit, limit_bytes * num_rows // self.num_bytes // unit * unit)
         if fitting >= num_rows:
             yield self
@@ -166,19 +174,22 @@ class StateBucket:
 
     @property
     def states(self) -> dict[str, list[Tensor]]:
-        """The states at rest of all rows, by name."""
+        """The states of all rows, by name, as they are kept between updates."""
         return {name: [row.states[name] for row in self.rows] for name in self.rows[0].states}
 
     @property
     def wide_bytes(self) -> int:
-        """Bytes of wide copies, at work, of states that rest in a narrower dtype."""
+        """Bytes of the copies that an update makes of states that are kept in a narrower dtype.
+
+        The copies have the dtype of the gradients, in which an update computes.
+        """
         dtype = self.rows[0].grad.dtype
         every = (x for found in self.states.values() for x in found if x.dtype != dtype)
         return sum(x.numel() * dtype.itemsize for x in every)
 
 
 def _buckets_of(groups: Mapping[GroupValues, list[Resting]], limit_bytes: int) -> list[StateBucket]:
-    """Return the rows of `groups` in buckets of up to `limit_bytes` at work.
+    """Return the rows of `groups` in buckets of up to `limit_bytes`, counted by `num_bytes`.
 
     The rows of a bucket have one group, one dtype, and all or none have separate master weights.
     """
@@ -238,10 +249,11 @@ def _buffer_bytes(bucket: StateBucket) -> int:
 
 
 class StateStream:
-    """Updates the rows of `groups`, whose states rest on the device, or on the host (`on_host`).
+    """Updates the rows of `groups` with their optimizer states.
 
-    Arithmetic runs on the device in either case, with the same bits. See
-    [Note: At rest and at work] in docs/design/notes/optimizer.md.
+    Between updates, the states are kept on the device or, with `on_host`, on the host. An update
+    computes on the device in both cases, with the same bits. See [Note: At rest and at work] in
+    docs/design/notes/optimizer.md.
     """
 
     def __init__(
@@ -306,8 +318,10 @@ class StateStream:
         """Update buckets whose states rest on the host, through two buffers on the device."""
         device, size = self._device, self._largest(buckets)
         buffers = [_Buffer(size, device) for _ in range(2)]
-        streams.follow(self._inward)  # copies in begin after earlier work on these states
-        coming = self._bring(buckets[0], buffers[0])  # in flight: the next bucket to update
+        # Copies to the device must not begin before earlier work on these states is done.
+        streams.follow(self._inward)
+        # `coming` is the copy in flight: the states of the next bucket to update.
+        coming = self._bring(buckets[0], buffers[0])
         for number, bucket in enumerate(buckets):
             here, arrived = coming
             # The next bucket is copied into the other buffer while this one is updated.
@@ -317,8 +331,8 @@ class StateStream:
                 arrived.wait()
             self._work(bucket, here, update)
             self._take_back(bucket, here, buffers[number % 2])
-        # The allocator may reuse the buffers on this stream when they are dropped: not before
-        # they are copied out.
+        # After the return, the allocator may give the memory of the buffers to other tensors of
+        # this stream. So make the stream wait until the copies from the buffers are done.
         for buffer in buffers:
             if buffer.free is not None:
                 buffer.free.wait()
@@ -335,7 +349,8 @@ class StateStream:
         places = buffer.views(bucket)
         with streams.on(self._inward):
             if buffer.free is not None:
-                buffer.free.wait()  # until the earlier bucket in it has been copied out
+                # Wait until the bucket that was in this buffer before is copied to the host.
+                buffer.free.wait()
             for name, found in bucket.states.items():
                 for place, rest in zip(places[name], found, strict=True):
                     place.copy_(rest, non_blocking=True)
@@ -345,7 +360,8 @@ class StateStream:
         self, bucket: StateBucket, places: Mapping[str, list[Tensor]], buffer: _Buffer
     ) -> None:
         """Launch the copy of a bucket's states back to the host."""
-        streams.follow(self._outward)  # after the update, which is queued on the current stream
+        # Copies to the host wait for the update, which is queued on the current stream.
+        streams.follow(self._outward)
         with streams.on(self._outward):
             for name, found in bucket.states.items():
                 for place, rest in zip(places[name], found, strict=True):
@@ -391,9 +407,10 @@ def by_values(
 
 
 def take_up(master: Tensor, weight: Tensor) -> None:
-    """Copy each weight that is not its master rounded into its master: other code has written it.
+    """Copy the weights that other code has written into their master weights.
 
-    See [Note: Written weights] in docs/design/notes/optimizer.md.
+    They are found by comparison: a weight that nobody has written is its master, rounded. See
+    [Note: Written weights] in docs/design/notes/optimizer.md.
     """
     rounded = master.to(weight.dtype)
     torch.where(rounded == weight, master, weight, out=master)

@@ -110,7 +110,8 @@ class TorchUpdates:
         for name, shard in self._shards.items():
             if MASTER in shard.states:
                 take_up(shard.master, shard.weights)
-            if name in reached:  # torch's optimizers skip a parameter without a gradient
+            # A weight that is not reached gets no gradient here, so torch's optimizers skip it.
+            if name in reached:
                 self._parameters[name].grad = shard.grad
         self._updates = True
         try:
@@ -124,18 +125,23 @@ class TorchUpdates:
                 shard.weights.copy_(shard.master)
 
     def settle(self) -> None:
-        """Put the optimizer's current states into the shards' `states`, as references."""
+        """Replace `Resting.states` of each shard by the optimizer's current state tensors.
+
+        They are the same tensors, not copies.
+        """
         for name, shard in self._shards.items():
             for kind in shard.states.keys() - {MASTER}:
                 del shard.states[kind]
             shard.states.update(self._own_states(name)[0])
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state that `settle` leaves out: values of weights by name, and of groups.
+        """Return the part of the optimizer's state that `settle` does not give to the shards.
 
-        Values are states that do not have their weight's shape, such as step counts.
+        This is the class of the optimizer (`kind`), the options of its groups, and, by the name of
+        a weight, the `values`: states that do not have the weight's shape, such as step counts.
         """
-        left_out = ("params", "param_names")  # they depend on the layout
+        # These options identify a rank's own rows, so they differ between ranks and layouts.
+        left_out = ("params", "param_names")
         groups = [
             {key: value for key, value in group.items() if key not in left_out}
             for group in self.optimizer.param_groups
@@ -144,14 +150,16 @@ class TorchUpdates:
         return {"kind": self.kind, "groups": groups, "values": values}
 
     def load_state_dict(self, state: Mapping[str, Any], kinds: Mapping[str, list[str]]) -> None:
-        """Load a `state_dict` of any layout, and make states of zeros for the caller to fill.
+        """Load a `state_dict` that was saved in any layout, and allocate the other states.
 
-        `kinds`: names of these states, by weight. Raises ValueError if the state is of another
-        optimizer, or of another number of groups.
+        The other states have the shape of their weight and are zeros: the caller loads values into
+        them. `kinds` are their names, by the name of the weight. Raises ValueError if `state` was
+        saved by another optimizer, or with another number of groups.
         """
         if state.get("kind") != self.kind:
             raise ValueError(f"saved by {state.get('kind', 'isp')}, and this run has {self.kind}")
-        # torch identifies a parameter by its index in this layout; the saved values are by name.
+        # torch's state dict identifies a parameter by its index among this rank's parameters. The
+        # saved values are by name, so map names to indices.
         own = self.optimizer.state_dict()["param_groups"]
         names = {id(parameter): name for name, parameter in self._parameters.items()}
         of_index: dict[int, Any] = {}
@@ -189,7 +197,8 @@ def check_elementwise(make: MakeOptimizer, dims: Mapping[str, int], device: torc
     """
     if not dims:
         raise ValueError("optimizer=..: all weights are frozen: leave out optimizer")
-    # Run it on small tensors, and on a part of them: it must do the same to the part.
+    # Run the optimizer on small tensors, and again on a part of each. If it is elementwise, the
+    # part gets the same update both times.
     generator = torch.Generator().manual_seed(0)
     whole = {
         name: torch.randn(4, *[3] * dim, dtype=torch.float64, generator=generator).to(device)
@@ -225,7 +234,8 @@ def _tried(make: MakeOptimizer, values: Mapping[str, Tensor]) -> dict[str, dict[
             for name, parameter in parameters.items():
                 parameter.grad = values[name][step].clone()
             optimizer.step()
-    except Exception as error:  # the caller's function, or the optimizer, may raise anything
+    # Every exception is caught: the caller's function, or the optimizer, may raise any.
+    except Exception as error:
         first = next(iter(str(error).strip().splitlines()), "")
         raise ValueError(
             f"optimizer=.. fails on small weights: {type(error).__name__}: {first}: pass a function"
@@ -235,11 +245,13 @@ def _tried(make: MakeOptimizer, values: Mapping[str, Tensor]) -> dict[str, dict[
     if left := [name for name, p in parameters.items() if id(p) not in held]:
         raise ValueError(
             f"optimizer=..: it does not update {left[0]}{f' +{len(left) - 1}' * (len(left) > 1)}:"
-            f" freeze weights that are not trained by requires_grad_(False) before isp.parallelize"
+            f" pass all trainable weights to the optimizer, or freeze those that shall not be"
+            f" trained with requires_grad_(False) before isp.parallelize"
         )
     if len(held) > len(parameters):
         raise ValueError(
-            "optimizer=..: it has parameters that were not passed to it: use only those that were"
+            "optimizer=..: the optimizer has parameters that were not passed to the function:"
+            " make it from the (name, parameter) pairs that the function gets, and no others"
         )
     return {
         name: {

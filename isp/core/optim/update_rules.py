@@ -82,7 +82,7 @@ class UpdateRule(ABC):
 
     @abstractmethod
     def states(self, dtype: torch.dtype) -> dict[str, torch.dtype]:
-        """Return the name and the dtype at rest of each state of master weights of `dtype`.
+        """Return, for master weights of `dtype`, the states: name, and dtype between updates.
 
         States begin as zeros and have the shape of their weights. A state is saved under its name,
         so a rule loads the states of another rule with the same name. The dtype of `moment` may be
@@ -91,7 +91,7 @@ class UpdateRule(ABC):
         """
 
     def moment(self, dtype: torch.dtype) -> torch.dtype:
-        """Return the dtype at rest of a moment of master weights of `dtype`."""
+        """Return the dtype in which a moment of master weights of `dtype` is kept."""
         return torch.bfloat16 if self.config.moment_dtype == "bfloat16" else dtype
 
     @abstractmethod
@@ -124,7 +124,8 @@ class AdamW(UpdateRule):
         size, device, latest = len(rows.masters), rows.masters[0].device, max(numbers)
         before = torch.full((size,), latest - 1, dtype=torch.float32, device=device)
         for place, number in enumerate(numbers):
-            if number < latest:  # weights that had no gradient in some steps
+            # A weight that had no gradient in some steps has fewer updates than the others.
+            if number < latest:
                 before[place] = number - 1
         adamw(
             rows.masters,
@@ -132,7 +133,7 @@ class AdamW(UpdateRule):
             rows.states["exp_avg"],
             rows.states["exp_avg_sq"],
             max_exp_avg_sqs=[],
-            state_steps=list(before.unbind()),  # torch adds 1 to each
+            state_steps=list(before.unbind()),  # torch's kernel adds 1 to each before it uses them
             fused=True,
             amsgrad=False,
             beta1=self.config.of_adamw("beta1"),
@@ -157,7 +158,7 @@ class Lion(UpdateRule):
     def step(self, rows: Rows, *, lr: float, weight_decay: float, numbers: Sequence[int]) -> None:
         beta1, beta2 = self.config.beta1, self.config.beta2
         masters, grads, moments = rows.masters, rows.grads, rows.states["exp_avg"]
-        foreach_lerp_(grads, moments, beta1)  # c, which overwrites g
+        foreach_lerp_(grads, moments, beta1)  # computes c (see the class) in the memory of g
         # From m and c, without g: m + (1 - beta2) (g - m), where g - m = (c - m) / (1 - beta1).
         foreach_lerp_(moments, grads, (1 - beta2) / (1 - beta1))
         foreach_sign_(grads)
@@ -188,7 +189,8 @@ class Muon(UpdateRule):
             foreach_copy_(rows.grads, moments)
 
     def step(self, rows: Rows, *, lr: float, weight_decay: float, numbers: Sequence[int]) -> None:
-        # The gradients hold rows of orthogonal matrices by now, with their factor on lr.
+        # Before this call, `rows.grads` were replaced by rows of the orthogonal matrices, times
+        # the factor on lr of their matrix (`Matrix.ratio`).
         foreach_mul_(rows.masters, 1 - lr * weight_decay)
         foreach_add_(rows.masters, rows.grads, alpha=-lr)
 
@@ -249,10 +251,10 @@ def group_values(
 ) -> GroupValues:
     """Return the values for the parameter with the name `name` in the whole model.
 
-    They are those of the first of `config.param_groups` whose pattern matches. Without a match, or
-    if the group has no weight decay, the rule's weight decay applies if `decays`. A parameter
-    without `matrices` gets another rule than muon, and so do tables, heads and routers, unless
-    their group has `rule: muon`.
+    They come from the first of `config.param_groups` whose pattern matches. If there is none, or if
+    it sets no weight decay, the weight decay is that of the update rule if `decays`, else 0. Where
+    muon would apply, a parameter without `matrices` gets another rule; so do tables, heads and
+    routers, unless their group has `rule: muon`.
     """
     group = group_of(name, config)
     asked = None if group is None else group.rule
@@ -268,7 +270,7 @@ def group_values(
 
 
 def values_of(name: str, layout: ParameterLayout, config: OptimizerConfig) -> GroupValues:
-    """Return the `group_values` for a parameter with this name and layout."""
+    """Return the `group_values` for parameter `name`, which is cut over ranks as in `layout`."""
     return group_values(name, config, decays=layout.decays, matrices=layout.matrices)
 
 
@@ -280,7 +282,7 @@ def group_of(name: str, config: OptimizerConfig) -> ParamGroupConfig | None:
 def rules_in_words(layouts: Mapping[str, ParameterLayout], config: OptimizerConfig) -> str:
     """Return a line for each update rule, with the names of the parameters that it updates.
 
-    `layouts`: the layout of each parameter of the whole model, by name.
+    `layouts`: the `ParameterLayout` of each parameter of the whole model, by name.
     """
     found: dict[str, list[str]] = {}
     for name, layout in layouts.items():

@@ -48,7 +48,10 @@ class WeightBucket(Bucket):
         super().__init__(Purpose.PUBLISHED_WEIGHT, members, channel, channel.size)
         for member in members:
             if not member.parameter.is_contiguous():
-                raise ValueError(f"{member.name} must be contiguous to be published by rows")
+                raise ValueError(
+                    f"{member.name} is not contiguous, so its rows cannot be all-gathered: make the"
+                    f" parameter contiguous"
+                )
         self._flats = [member.parameter.detach().view(-1) for member in members]
 
     def launch(self) -> Pending:
@@ -57,7 +60,8 @@ class WeightBucket(Bucket):
         sent = self._flats[0].new_empty(sum(self.widths))  # [L]
         rank, slots = self.channel.rank, sent.split(self.widths)
         owned = (
-            flat[rank * width : (rank + 1) * width]  # the last rank has less; padding is not read
+            # The last ranks may have fewer elements; receivers ignore the rest of their slots.
+            flat[rank * width : (rank + 1) * width]
             for flat, width in zip(self._flats, self.widths, strict=True)
         )
         copy_all((slot[: own.numel()], own) for slot, own in zip(slots, owned, strict=True))
@@ -77,9 +81,10 @@ class WeightBucket(Bucket):
 
 
 def _rows_of_all(flat: Tensor, slots: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield (target, source) pairs: elements of a flat parameter, and theirs in slots [p, width].
+    """Yield (target, source) pairs of a copy from the `slots` of all ranks to a flat parameter.
 
-    At most two pairs: the full slots as one copy, and the last slot without its padding.
+    `slots` [p, width] has the elements that each rank has sent. There are at most two pairs: the
+    full slots as one copy, and the last slot without its padding.
     """
     if width := slots.shape[1]:
         num_full, rest = divmod(flat.numel(), width)
@@ -132,8 +137,9 @@ class Publisher:
             wait()
 
     def waits_for(self, parameters: Iterable[nn.Parameter]) -> list[Callable[[], None]]:
-        """Return a function for each bucket with one of these parameters, which waits for it."""
-        of = self._bucket_of  # empty in a channel of one rank
+        """Return the `wait` method of each bucket that has one of these parameters."""
+        # `_bucket_of` is empty if the channel has one rank: then nothing is sent.
+        of = self._bucket_of
         return [bucket.wait for bucket in dict.fromkeys(of[p] for p in parameters if p in of)]
 
     def wait(self) -> None:
@@ -250,7 +256,7 @@ class Zero1Optimizer:
             item: chunk_range(item.parameter.shape[0], zero1.size, zero1.rank)
             for item in gradients.parameters
         }
-        # If all weights are frozen, there are no parameters.
+        # Without any parameter, because all weights are frozen, the device does not matter.
         device = next((p.parameter.device for p in gradients.parameters), torch.device("cpu"))
         self._device = device
         values = {item: values_of(item.name, item.layout, config) for item in owned}
@@ -296,7 +302,9 @@ class Zero1Optimizer:
         )
         """The updates of weights whose rule needs whole matrices (muon)."""
         self._stream: StateStream | TorchUpdates = stream
-        if make is not None and self._shards:  # torch's optimizers refuse an empty list
+        # Without any shard, because all weights are frozen, make no torch optimizer: torch's
+        # optimizers raise for an empty list of parameters.
+        if make is not None and self._shards:
             self._stream = TorchUpdates(self._shards, make, peak=peak)
         self._publisher = Publisher(gradients.parameters, zero1, bucket_bytes=bucket_bytes)
         self._num_updates = 0
@@ -315,9 +323,9 @@ class Zero1Optimizer:
         must be reduced, and are overwritten. With `wait=False`, new weights are still in flight
         afterwards: call `published` for each parameter before using it. If the gradient norm is not
         finite (the same on all ranks), the step is skipped and counted, and the loss scale may be
-        lowered. If `is_empty`, called when the norm is known, returns True, no token had a loss,
-        and the step is skipped and counted, too. `norm`: the result of an earlier call of
-        `grad_norm`; None: it is computed.
+        lowered. `is_empty` is called when the norm is known; it returns True if no token had a
+        loss, and the step is then skipped and counted as well. `norm`: the result of an earlier
+        call of `grad_norm`; None: it is computed.
         """
         assert self._gradients.reduced, "gradients have to be reduced before a step: call reduce()"
         self._publisher.wait()
@@ -342,7 +350,11 @@ class Zero1Optimizer:
 
     @property
     def work_bytes(self) -> int:
-        """Bytes of device memory an update takes for streamed or narrow states, and matrices."""
+        """Bytes of device memory that an update takes.
+
+        They are for copies of states that are kept on the host or in a narrower dtype, and for the
+        matrices of muon.
+        """
         return self._stream.work_bytes + self.matrices.work_bytes
 
     def scale_loss(self, loss: Tensor) -> Tensor:
@@ -356,9 +368,10 @@ class Zero1Optimizer:
         for the device. The norm is the same in every layout, because each gradient is counted once
         and squares are added in float64, in which their order hardly matters.
         """
-        # Each element is counted by one rank only. Of the replicas: the ranks of the first zero1
-        # group, each its rows. Of a parameter that a whole weight group holds: the group's first
-        # rank. Of tied weights on two stages: the stage that is not in `counted_elsewhere`.
+        # Each element is counted by exactly one rank. Of several replicas, only the ranks of the
+        # first zero1 group count, each its own rows. If all ranks of a weight group hold a
+        # parameter, the first rank counts it. If two stages hold a tied weight, one of them counts
+        # it; on the other stage, its name is in `counted_elsewhere`.
         channels = self._channels
         updates_first = channels[Axis.WEIGHT_DATA].rank < channels[Axis.ZERO1].size
         first = channels[Axis.WEIGHT].rank == 0
@@ -429,16 +442,19 @@ class Zero1Optimizer:
             shard.weights.copy_(shard.master)
         if num_updates is not None:
             self._num_updates = num_updates
-            self._missed.clear()  # `load_skip_state` sets it
+            # The missed updates of the old weights do not apply to the loaded ones; a later call of
+            # `load_skip_state` sets them.
+            self._missed.clear()
         self.publish()
         self._publisher.wait()
 
     @torch.no_grad()
     def take_up_weights(self, *, only_written: bool = False) -> None:
-        """Set master weights from the weights, which other code has written equally on all ranks.
+        """Set master weights from the weights, after other code has written weights.
 
-        `only_written`: leave a master as it is if its weight is the master rounded
-        [Note: Written weights].
+        All ranks that have a weight must have written the same values. With `only_written`, a
+        master whose weight nobody has written keeps its value, which is more precise than the
+        weight; see [Note: Written weights] in docs/design/notes/optimizer.md.
         """
         self._publisher.wait()
         self._stream.settle()
@@ -463,7 +479,8 @@ class Zero1Optimizer:
     def load_skip_state(self, state: Mapping[str, Any]) -> None:
         """Load a saved `skip_state`, the same on all ranks.
 
-        If the saved run did not scale the loss and this one does, its initial scale is used.
+        If this run scales the loss and the saved run did not, the loss scale keeps its initial
+        value.
         """
         self.num_skipped = state["num_skipped"]
         self.skipped_in_a_row = state["skipped_in_a_row"]
@@ -495,11 +512,16 @@ class Zero1Optimizer:
 
     @torch.no_grad()
     def _update(self, lr: float) -> None:
-        """Update this rank's rows of reached weights, and publish each bucket when it is done."""
+        """Update this rank's rows of weights that have a gradient, and publish each bucket after.
+
+        A weight without a gradient on any rank is not updated. A bucket is published as soon as all
+        its weights are updated.
+        """
         self._num_updates += 1
         self._missed.update(name for name in self._names if name not in self._reached)
 
-        # Passed to the streams of states, which call them for the rows of one bucket at a time.
+        # `step` and `average` are passed to `StateStream` and `MatrixUpdates`, which call them with
+        # the rows of one bucket at a time.
         def step(values: GroupValues, rows: Rows) -> None:
             if (rows := rows.of(self._reached)).masters:
                 self._rules[values.rule].step(

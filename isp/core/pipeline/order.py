@@ -100,7 +100,8 @@ def _orders(order: PipelineOrder, micro_batches: int, training: bool) -> list[tu
         tuple(
             action
             for action in _actions(found[rank], order.stages_of(rank))
-            # torch has no V or loop of forwards only: leave out the backwards.
+            # For schedules that place several stages on a rank (in a loop or a V), torch has no
+            # order of forwards only: take the order of a training step without the backwards.
             if training or action.kind is ActionKind.FORWARD
         )
         for rank in ranks
@@ -266,6 +267,7 @@ Program = tuple[Action | Hop, ...]
 def program(order: PipelineOrder, rank: int, micro_batches: int, *, training: bool) -> Program:
     """Return the program of the pipeline's `rank`-th rank for a step.
 
+    It has, in order, the actions of the rank and the transfers (`Hop`) that it sends or receives.
     See [Note: One order of sends] in docs/design/notes/pipeline.md.
     """
     return _programs(order, micro_batches, training)[rank]
@@ -273,7 +275,7 @@ def program(order: PipelineOrder, rank: int, micro_batches: int, *, training: bo
 
 @lru_cache(maxsize=16)
 def _programs(order: PipelineOrder, micro_batches: int, training: bool) -> list[Program]:
-    """Return the programs of all ranks."""
+    """Return the program of each rank of the pipeline; see `program`."""
     # (time, is a computation, item, its ranks). At equal times, sends come before computations,
     # which may need their results. The sort is stable, so all ranks have the same order.
     moments: list[tuple[float, bool, Action | Hop, tuple[int, ...]]] = []

@@ -32,7 +32,10 @@ __all__ = [
 
 
 class FollowsActions(Protocol):
-    """The methods that a schedule calls: of an `ISPCommunicator`, or of a wrapper of several."""
+    """The methods of a communicator that a schedule calls to report its progress.
+
+    An `ISPCommunicator` has them, and so does an object that wraps several `ISPCommunicator`s.
+    """
 
     def begin(self, actions: Sequence[Action]) -> None: ...
     def finish(self) -> None: ...
@@ -51,37 +54,51 @@ class ISPCommunicatorSchedulerHook:
         self.communicator, self.log = communicator, log
 
     def before_step(self, actions: Sequence[Action]) -> None:
-        """Begin a step of these actions. The optimizer must have published the weights."""
+        """Begin a step that consists of `actions`; called before the first of them.
+
+        The optimizer must have published the weights, because the first gathers are launched here.
+        """
         if self.communicator is not None:
             self.communicator.begin(actions)
         self.log.enter(Phase.OTHER)
 
     def before_forward(self, chunk: int) -> None:
-        """Begin the forward of a micro-batch through model chunk `chunk`."""
+        """Report that the forward of a micro-batch through model chunk `chunk` begins now.
+
+        The communicator then follows the plan of this chunk, and the log shows transfers as
+        launched in forward.
+        """
         self._enter(Phase.FORWARD, chunk)
 
     def after_forward(self, chunk: int) -> None:
-        """End the forward through model chunk `chunk`."""
+        """Report that the forward through `chunk` has ended, for the log of later transfers."""
         self.log.enter(Phase.OTHER)
 
     def before_criterion(self) -> None:
-        """Begin the loss of a micro-batch."""
+        """Report that the loss of a micro-batch begins now: the log shows its transfers as LOSS."""
         self.log.enter(Phase.LOSS)
 
     def after_criterion(self) -> None:
-        """End the loss of a micro-batch."""
+        """Report that the loss of a micro-batch has ended, for the log of later transfers."""
         self.log.enter(Phase.OTHER)
 
     def before_backward(self, chunk: int) -> None:
-        """Begin the backward of a micro-batch through model chunk `chunk`."""
+        """Report that the backward of a micro-batch through model chunk `chunk` begins now.
+
+        The communicator then follows the plan of this chunk, and the log shows transfers as
+        launched in backward.
+        """
         self._enter(Phase.BACKWARD, chunk)
 
     def after_backward(self, chunk: int) -> None:
-        """End the backward through model chunk `chunk`."""
+        """Report that the backward through `chunk` has ended, for the log of later transfers."""
         self.log.enter(Phase.OTHER)
 
     def after_step(self) -> None:
-        """End the step: wait for the gradients of weights, which are delivered."""
+        """Report that the last action of a step has ended; called before the optimizer's step.
+
+        Waits until the communicator has reduced and delivered all gradients of weights.
+        """
         self.log.enter(Phase.OPTIMIZER)
         if self.communicator is not None:
             self.communicator.finish()
@@ -202,7 +219,7 @@ class Pipeline:
                 x = entry(x)
         self._hook.before_forward(chunk)
         y = self._work.forward(chunk, micro_batch, x)
-        del x  # kept only if the graph needs it
+        del x  # frees the input, unless the graph of y has saved it for backward
         if self._gradients is not None and not y.requires_grad:
             # All weights up to here are frozen: add a node, so that backward can run all the same.
             y = entry(y)
@@ -230,11 +247,13 @@ class Pipeline:
         if is_last:
             self._gradients.expect_last()
         self._hook.before_backward(chunk)
-        # Chunks have their last backwards at different times: after `expect_last` for one chunk,
-        # others may have further ones.
+        # The chunks of a rank end at different times: after the last backward of one chunk, which
+        # called `expect_last`, other chunks may have further backwards that are not their last.
         with nullcontext() if is_last else self._gradients.no_sync():
             torch.autograd.backward(end, dy)
-            if self._deferred is not None:  # [Note: Split backward]
+            # Backward has kept the factors of the weight gradients. They are multiplied in a later
+            # action if this backward is split, else now [Note: Split backward].
+            if self._deferred is not None:
                 multiply = self._deferred.take()
                 if is_split:
                     self._second_halves[action[1:]] = multiply
@@ -257,14 +276,14 @@ class _Entry:
         return entered
 
     def take_gradient(self) -> Tensor:
-        """Return the gradient and clear it."""
+        """Return the gradient of the input that backward has stored, and forget it."""
         dx, self.gradient = self.gradient, None
         assert dx is not None, "backward has not reached the stage's input"
         return dx
 
 
 class _Enter(Function):
-    """The identity of x, whose backward stores dx in the entry.
+    """The identity of x, whose backward stores dx in the attribute `gradient` of `entry`.
 
     The empty tensor `door` requires a gradient, so that there is a node although x, which was
     received, requires none.

@@ -23,6 +23,7 @@ class Recomputation(NamedTuple):
     """Number of consecutive recomputed blocks of which only the first keeps its input; 0: each
     block does."""
     between_linears: bool = False
-    """True if blocks that are not recomputed as a whole recompute all between their linears."""
+    """True if blocks that are not recomputed as a whole recompute everything between their linears
+    and attention, such as norms and activations."""
     mlp_tile_tokens: int = 0
     """Number of tokens in a tile of a module without attention; 0: no tiles."""

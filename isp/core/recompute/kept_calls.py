@@ -34,7 +34,7 @@ class Needs(NamedTuple):
     values: frozenset[int]
     """The calls whose results a recompute reads; the results of other calls are not kept."""
     written: frozenset[int]
-    """The calls whose results the part writes into, so that a copy of them is kept."""
+    """The calls whose results the part overwrites after the call: a copy of each is kept."""
 
 
 class _Result(NamedTuple):
@@ -72,7 +72,7 @@ class KeptCalls:
         self._next = 0
 
     def _keeps(self, kind: str) -> bool:
-        """Return True if calls of this kind are kept; none is kept without a graph."""
+        """Return True if calls of this kind are kept; without gradients, no call is."""
         return kind in self._kinds and torch.is_grad_enabled()
 
     @contextmanager
@@ -139,10 +139,12 @@ class KeptCalls:
         return given
 
     def _saved_outside(self, dropped: Tensor | None, holder: Any) -> saved_tensors_hooks:
-        """Return a context that saves tensors by the hooks outside of the part, except `dropped`.
+        """Return a context in which a call saves its tensors, all but `dropped`.
 
-        `dropped`, or a view of it, is saved once as a `_View`: it is read from the node of `holder`
-        (`_Input`), which starts the part's recompute.
+        The other tensors are saved by the saved-tensor hooks that are in use outside of the part,
+        so they do not depend on its recompute. The first saved tensor that is `dropped` or a view
+        of it is replaced by a `_View`: to unpack it, the saved tensor of the node of `holder`
+        (`_Input`) is read, which starts the part's recompute.
         """
         left = [] if dropped is None else [memory_of(dropped)]
         offset = 0 if dropped is None else int(dropped.storage_offset())
@@ -252,5 +254,5 @@ class _Watch(TorchDispatchMode):
 
 
 def _same(x: Tensor) -> Tensor:
-    """Return x: what packs and unpacks if no hooks are in use."""
+    """Return x; takes the place of pack and unpack if no saved-tensor hooks are in use."""
     return x

@@ -56,10 +56,11 @@ def in_parts(x: Tensor, channel: Channel) -> tuple[Tensor, Restore]:
 
 
 class HostInputs:
-    """Inputs of parts that are kept in host memory and copied back to the device one ahead.
+    """Keeps the inputs of recomputed parts in host memory until backward reads them.
 
-    Backward reads the inputs of a forward in reverse order, and forwards in their order. When an
-    input is read, the copy of the input that is read next is launched. The input stored last also
+    When an input is read, the copy to the device of the input that is read next is launched. The
+    order of reads is known: backward reads the inputs of one forward from the last to the first,
+    and several forwards go backward in the order in which they ran. The input stored last also
     stays on the device until another is stored, because a backward right after its forward reads
     it at once.
     """
@@ -101,7 +102,8 @@ class HostInputs:
         """Return the input that backward reads after `stored`; None: none is left."""
         passes = [_alive(kept) for kept in self._passes]
         own = next(kept for kept in passes if stored in kept)
-        if place := own.index(stored):  # in a forward, from the last input to the first
+        # Backward reads the inputs of one forward from the last to the first.
+        if place := own.index(stored):
             return own[place - 1]
         return next((kept[-1] for kept in passes if kept and kept is not own), None)
 
@@ -219,25 +221,32 @@ def _checkpoint(
     going_forward = True
 
     def run(*args: Any) -> R | None:
-        """Call `function`; in a recompute, in its context and with its random numbers."""
+        """Call `function`; in a recompute, inside `announce()`, with the forward's random numbers.
+
+        An exception in forward is kept in `failed`, to be raised later.
+        """
         if not going_forward:
             with tracker.replaying(snapshot), announce():
                 return function(*args)
         try:
             return function(*args)
         except BaseException as error:
-            failed.append(error)  # [Note: A forward that fails]
+            # The error is raised only after torch's checkpoint has returned: raised here, it would
+            # leave torch's saved-tensor hooks installed [Note: A forward that fails].
+            failed.append(error)
             return None
 
     out = torch_checkpoint(
         run,
         *args,
         use_reentrant=False,
-        preserve_rng_state=False,  # the tracker does it, for every stream
+        preserve_rng_state=False,  # `tracker` replays the random numbers of every stream instead
     )
     going_forward = False
     if failed:
-        raise failed.pop()  # popped: a list in a frame of its own traceback would be a cycle
+        # The list must not keep the error: the error's traceback refers to this frame, and the
+        # frame to the list, which would be a cycle of references.
+        raise failed.pop()
     return cast(R, out)
 
 
@@ -255,7 +264,9 @@ def _with_first_held(
     whole = [first]
 
     def of_held(held: Any, *rest: Any) -> R:
-        if whole:  # popped: the recompute must not keep the original argument alive
+        # The first call, in forward, removes the original argument from the list, so that the
+        # recompute does not keep it alive.
+        if whole:
             return function(whole.pop(), *rest)
         return function(restore(held).requires_grad_(needs_grad), *rest)
 
@@ -296,8 +307,9 @@ class CheckpointWithoutOutput:
         self._tracker = tracker
         self._announce = announce
         self._outputs: tuple[Tensor, ...] | None = None
-        # Storages, not outputs: the recompute must not refer to an output, whose graph refers to
-        # the recompute. Python's garbage collector does not see this cycle, a memory leak.
+        # The recompute refers to the storages instead of the outputs, because the graph of an
+        # output refers to the recompute. Python's garbage collector would not see this cycle, so
+        # its memory would leak.
         self._dropped: list[torch.UntypedStorage] = []
 
     def checkpoint(self, function: Callable[..., R], *args: Any) -> R:
@@ -306,7 +318,9 @@ class CheckpointWithoutOutput:
         Raises ValueError if an output shares its memory with an argument.
         """
         if self._outputs is not None:
-            raise RuntimeError("a CheckpointWithoutOutput is used once: make another")
+            raise RuntimeError(
+                "a CheckpointWithoutOutput can be used once: make one for each call of checkpoint"
+            )
         dropped = self._dropped
 
         def with_ticket(*args: Any) -> Any:
@@ -319,10 +333,13 @@ class CheckpointWithoutOutput:
 
         out: R = _checkpoint(with_ticket, args, self._tracker, self._announce)
         outs = _as_tuple(out)
-        # To free such an output's memory would destroy the argument.
+        # If an output has the same memory as an argument, freeing it would destroy the argument.
         kept = {storage_key(s) for s in _storages([a for a in args if isinstance(a, Tensor)])}
         if any(storage_key(s) in kept for s in _storages(outs) if s.nbytes()):
-            raise ValueError("an output shares its memory with an argument: it cannot be dropped")
+            raise ValueError(
+                "an output shares its memory with an argument, so it cannot be dropped: return a"
+                " clone of it"
+            )
         self._outputs = outs
         return out
 
@@ -334,10 +351,16 @@ class CheckpointWithoutOutput:
         `hook_tensor` does not.
         """
         if not self._outputs:
-            raise RuntimeError("there is no output yet, or it was dropped already")
+            raise RuntimeError(
+                "there is no output yet, or it was dropped already: call this once, after"
+                " checkpoint"
+            )
         node = next((y.grad_fn for y in self._outputs if y.requires_grad), None)
         if node is not None and not hook_tensor.requires_grad:
-            raise ValueError("the output could not be restored: hook_tensor requires no gradient")
+            raise ValueError(
+                "hook_tensor requires no gradient, so the output would never be restored: pass a"
+                " tensor that is computed from the output and requires a gradient"
+            )
         outputs, self._outputs = self._outputs, ()
         if node is None or self._tracker.replays:
             return
@@ -395,11 +418,13 @@ class Recomputer:
         offload_to: HostMemory | None = None,
         segment: int = 0,
     ) -> None:
-        """Set how the first argument of a part is kept; by default it is kept as it is.
+        """Set how the input of a part, its first argument, is kept; by default whole on the device.
 
-        `distribute_over`  each rank of this channel keeps 1/p of it; it must be equal on all ranks
-        `offload_to`       it, or 1/p of it, is kept in host memory instead of on the device
-        `segment`          it is kept only for the first of this many parts; see `Segment`
+        `distribute_over`  each rank of this channel keeps 1/p of the input, which must be equal on
+                           all ranks
+        `offload_to`       the input, or 1/p of it, is kept in host memory
+        `segment`          of this many consecutive parts, only the first keeps its input; see
+                           `Segment`
         """
         self._tracker = tracker
         self._announce = announce
@@ -464,7 +489,8 @@ class Recomputer:
         x, *rest = args
         segment = None if self._segment is None else self._segment()
         number, self._number = self._number, self._number + 1
-        # None: the segment's earlier parts have no graph, which would keep it alive.
+        # `segment` is None if no earlier part of it has a graph, because only their graphs keep the
+        # segment alive. This part then begins another segment.
         if segment is None or number % self._segment_size == 0:
             held, restore = self._keep(x)
             segment = Segment(lambda: restore(held))
@@ -472,7 +498,8 @@ class Recomputer:
         elif not segment.follows(x):
             raise ValueError(
                 "model.checkpoint_segment recomputes the input of a block as the result of the"
-                " block before, but the input of this block is another tensor: use 0"
+                " block before, but the input of this block is another tensor: use"
+                " model.checkpoint_segment=0"
             )
 
         def again(x: Tensor) -> Any:

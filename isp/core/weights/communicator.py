@@ -60,10 +60,11 @@ class ISPCommModelConfig:
     device: torch.device
     """Device of the weights, or its name."""
     reduce_dtype: torch.dtype | None = torch.float32
-    """Dtype in which gradients are summed and delivered, unless their own is wider; None: their
-    own."""
+    """Dtype in which gradients are summed and delivered; gradients in a wider dtype keep it. None:
+    all gradients keep their dtype."""
     max_reduce_bytes: int = 1 << 28
-    """Limit, in bytes as sent, of full gradients kept while their reduce-scatters are in flight."""
+    """Limit on the memory of full gradients that wait for their reduce-scatters in flight, in bytes
+    of the dtype in which they are sent."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "device", torch.device(self.device))
@@ -93,7 +94,7 @@ class _DeclaredLayer(NamedTuple):
 
 @dataclass(eq=False, slots=True)
 class _FollowedEntry:
-    """A `PlanEntry` whose names of weights are looked up."""
+    """A `PlanEntry` with the `DeclaredWeight`s in place of the names of weights."""
 
     chunk: int
     """The entry's model chunk."""
@@ -108,7 +109,10 @@ class _FollowedEntry:
 
 
 class _FollowedPlan(NamedTuple):
-    """A `PrefetchPlan` whose names of weights are looked up, once for all steps that follow it."""
+    """A `PrefetchPlan` with the `DeclaredWeight`s in place of the names of weights.
+
+    It is made once, for all steps that follow the plan.
+    """
 
     start: tuple[PlannedGather, ...]
     """Gathers to launch before the first entry."""
@@ -161,7 +165,10 @@ class _Use:
         return self._read(1) if self._with_bias else None
 
     def planned(self) -> _FollowedEntry | None:
-        """Return the plan's entry for this use; None without one, or if the plan was given up."""
+        """Return the plan's entry for this use.
+
+        None if the plan has no entry for it, or if this plan is not followed any more.
+        """
         return self.entry if self.cursor is self._communicator._cursor else None
 
     def _read(self, index: int) -> Tensor:
@@ -203,8 +210,8 @@ class ISPCommunicator(WPCommunicator):
 
     Without `begin`, the plan of one forward and one backward repeats, as long as layers run in its
     order. See [Note: Unannounced] in docs/design/notes/weights.md.
-    `prefetch`, `overlap` (None: as `prefetch` has it) and `enable_memory_pool` change when and
-    where transfers happen, but no bit of the result. Two transfers of a step are not hidden: the
+    `prefetch`, `overlap` (None: `prefetch.overlap`) and `enable_memory_pool` change when and where
+    transfers happen, but no bit of the result. Two transfers of a step are not hidden: the
     first gather, and the last reduce-scatter. A process may have several communicators; each
     serves one thread.
     """
@@ -226,10 +233,10 @@ class ISPCommunicator(WPCommunicator):
     ) -> None:
         """Make a communicator over `channel`, the ranks that shard the weights.
 
-        `reduce_channel` is for gradients; None: `channel`. `experts` are both channels for the
-        weights of experts, over the ranks that gather the same experts; None: the channels of all
-        other weights. `poison` fills released buffers with NaN; `allocate` makes buffers of
-        gathered weights: see `MemoryPool`.
+        `reduce_channel` is the channel for gradients; None: `channel`. `experts` are two channels
+        over the ranks that gather the same experts, for the weights and for the gradients of
+        experts; None: experts use `channel` and `reduce_channel`. `poison` fills released buffers
+        with NaN; `allocate` makes buffers of gathered weights: see `MemoryPool`.
         """
         checked = {"channel": channel, "reduce_channel": reduce_channel or channel}
         for number, of_experts in enumerate(experts or ()):
@@ -291,13 +298,17 @@ class ISPCommunicator(WPCommunicator):
         Raises RuntimeError if a model was declared before.
         """
         if self._chunks:
-            raise RuntimeError("this communicator has a model: make another for another model")
+            raise RuntimeError(
+                "declare was called before: use one ISPCommunicator for each model, and declare all"
+                " chunks of a model in one call"
+            )
         _check_chunks(chunks)
         declared = tuple(tuple(chunk) for chunk in chunks)
         self._chunks = as_chunks(declared)
         names, weights = weight_names(declared), self._gatherer.weights
         for site, block, use in declared_uses(declared):
-            # In a pair, so that a key of the caller cannot be equal to the id of a layer.
+            # Layers are looked up by their id, launch points by a key that the caller chose. As a
+            # pair with `_LAUNCH_POINT`, such a key cannot be equal to an id.
             launch_point = _LAUNCH_POINT, use.key
             self._keys[site[1:]] = launch_point if use.layer is None else id(use.layer)
             if use.layer is not None:
@@ -305,9 +316,11 @@ class ISPCommunicator(WPCommunicator):
                 if name not in weights:
                     weights[name] = DeclaredWeight(name, block.module, own)
                 weight = weights[name]
-                # Of layers that share a weight, only some may have a bias: a head tied to a table.
+                # If layers share a weight, some may have a bias and others none, such as a head
+                # and the table that it is tied to. `shards` is that of a layer with a bias.
                 weight.shards = max(weight.shards, own, key=len)
-                others = weight.shards[1 : len(own)]  # the gathered bias, if this layer has one
+                # The bias that is gathered with the weight; empty if this layer has no bias.
+                others = weight.shards[1 : len(own)]
                 if any(
                     a.parameter is not b.parameter for a, b in zip(own[1:], others, strict=True)
                 ):
@@ -405,8 +418,8 @@ class ISPCommunicator(WPCommunicator):
                     f" into the declared one, by copy_ or load_state_dict without assign=True"
                 )
         use = _Use(self, module, known, self._arrive(key, phase), bias is not None)
-        # At once, not after the wait for its own weight: a backward computes the weight gradient
-        # before it reads the weight.
+        # In backward, launch the gathers for later uses at once, not when this use's own weight has
+        # arrived: a linear waits for its weight only after it has computed the weight gradient.
         if use.launches and phase is _BACKWARD and self.overlap:
             self._launch_ahead(use)
         return use
@@ -476,7 +489,8 @@ class ISPCommunicator(WPCommunicator):
             for entry in planned.entries
         )
         expected = tuple((self._keys[e.site[1:]], e.site.phase) for e in planned.entries)
-        if len(self._followed_plans) >= _CACHED_PLANS:  # actions that do not repeat
+        # If so many plans are cached, the actions do not repeat, so the old plans are of no use.
+        if len(self._followed_plans) >= _CACHED_PLANS:
             self._followed_plans.clear()
         found = _FollowedPlan(gathers(planned.start), entries, planned.entries, expected)
         self._followed_plans[actions] = found
@@ -489,12 +503,14 @@ class ISPCommunicator(WPCommunicator):
         """
         if self._latch.error is not None:
             self._latch.check()
-        if self.is_recomputing and phase is _FORWARD:  # layers say FORWARD in a recompute, too
+        # Layers do not know that they run in a recompute: they pass FORWARD in both cases.
+        if self.is_recomputing and phase is _FORWARD:
             phase = Phase.RECOMPUTE
         cursor, start, index = self._cursor, 0, None
         if cursor is not None:
             start, index = cursor.position, cursor.arrive(key, phase)
-        # Without `begin`, a forward at another place than the plan's next one starts over.
+        # If the caller has not called `begin`, a forward that comes to another use than the next
+        # one of the plan begins the plan of a new forward and backward.
         if not self._announced and phase is _FORWARD and (index is None or index > start):
             start, index = 0, self._begin_unannounced(key)
         if index is None:
@@ -513,7 +529,9 @@ class ISPCommunicator(WPCommunicator):
         the model's first use. See [Note: Unannounced] in docs/design/notes/weights.md.
         """
         keys = self._keys.values()
-        if key not in keys:  # an undeclared layer is in no plan: keep the one that is followed
+        # A layer that was not declared is in no plan. Its use changes nothing: the current plan
+        # is still followed.
+        if key not in keys:
             return None
         self.drain()
         if key != next(iter(keys)):
@@ -536,42 +554,50 @@ class ISPCommunicator(WPCommunicator):
     # -- the weight of a use -----------------------------------------------------------------
 
     def _launch_ahead(self, use: _Use) -> None:
-        """Launch the gathers that the plan has at `use` for later uses; once."""
+        """Launch the gathers that the plan has at `use` for later uses, if that is not done yet."""
         use.launches = False
         if (entry := use.planned()) is not None:
             self._gatherer.launch(entry.gathers)
 
     def _hold(self, use: _Use, with_bias: bool) -> GatheredLayer:
-        """Return the full tensors that a use reads, with the use added as a user of them.
+        """Return the full tensors that `use` reads; they are kept until it calls `let_go`.
 
-        They were gathered as planned, or are gathered now: for all uses until the plan frees them,
-        or for this use alone.
+        If they were not gathered as planned, they are gathered now. If the plan has this use, they
+        then stay for later uses until the plan frees them; else they are for this use alone.
         """
         layer, gather = use.layer, self._gatherer.gather_now
         known = use.known or self._layers.get(id(layer.weight))
-        if known is None:  # an undeclared weight
+        # A weight that was not declared is in no plan.
+        if known is None:
             return gather(self._parameters(layer)[: 1 + with_bias])
         weight = known.weight
-        if with_bias and weight.has_other_biases:  # the plan gathers only one of these biases
+        # Layers with different biases share this weight, and the plan gathers only one of the
+        # biases with it: gather the weight and this layer's bias for this use alone.
+        if with_bias and weight.has_other_biases:
             return gather(self._parameters(layer), weight.block)
         found = weight.gathered
         if found is not None:
             if not found.is_stale():
                 if not with_bias or len(found.full) > 1:
                     return found.hold()
-                # Planned without the bias: no forward was to read it before the free.
+                # The plan has gathered the weight without its bias, because in the plan no forward
+                # reads the bias before the weight is freed.
                 return gather(self._parameters(layer)[:2], weight.block)
             weight.gathered = None
             found.let_go()
         if (entry := use.planned()) is None:
             return gather(self._parameters(layer)[: 1 + with_bias], weight.block)
-        # Kept until the plan frees it, so with the bias if a use reads one before then.
+        # The weight stays gathered until the plan frees it. So gather the bias, too, if this use or
+        # a later use reads it before that.
         biases = [op.bias for op in entry.before if op.weight == weight.name]
         weight.gathered = gather(weight.shards[: 1 + (with_bias or any(biases))], weight.block)
         return weight.gathered.hold()
 
     def _parameters(self, layer: WeightHolder) -> tuple[ShardedParameter, ...]:
-        """Return a layer's weight and bias; for an undeclared layer, in new objects."""
+        """Return a layer's weight and bias as `ShardedParameter`s.
+
+        They are the declared ones; for a layer that was not declared, new ones.
+        """
         known = self._layers.get(id(layer))
         return parameters_of(layer) if known is None else known.own
 

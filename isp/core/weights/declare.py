@@ -34,7 +34,7 @@ class WeightHolder(Protocol):
     name: str
     """Qualified name of the layer in the model."""
     layouts: dict[str, ParameterLayout]
-    """Layouts of the weight and the bias, by `weight_name` and `bias`."""
+    """How the weight and the bias are cut over ranks, by their names: `weight_name` and `bias`."""
     weight_name: str
     """Name of the weight in the module: usually `weight`."""
 
@@ -62,15 +62,17 @@ class DeclaredUse:
     """A place that a forward passes: a layer that reads its weight, or a bare launch point."""
 
     use: Use
-    """The use in the form of the plan; `as_chunks` adds the names of weight and bias."""
+    """The use as the prefetch plan sees it, but without the names of its weight and bias, which
+    `as_chunks` adds."""
     layer: WeightHolder | None = None
     """The layer whose weight is read here; None: a launch point without a weight."""
     at: nn.Module | None = None
-    """The module whose call contains the place, for recorders of calls; a call may contain several
-    uses. None: a mixer of a traced model, which is called by a function and not by a module."""
+    """The module in whose call this use happens, for code that records calls of modules; one call
+    may contain several uses. None: a mixer of a traced model, whose call is that of a function, not
+    of a module."""
     key: Hashable = None
     """The key with which the model calls `WPCommunicator.pass_by` here; for launch points only.
-    If several uses have one key, each call reaches the next of them."""
+    If several uses have the same key, they are reached in order, one in each call with the key."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -76,7 +76,7 @@ class GatheredLayer:
         self.full: list[Pending] = []
         """The full weight, and after it the bias."""
         self._leases: list[Lease] = []
-        self._users = 1  # the launcher of the gather
+        self._users = 1  # the code that launched the gather, until it calls `let_go`
 
     def is_stale(self) -> bool:
         """Return True if a shard may have changed since its gather was launched."""
@@ -91,7 +91,8 @@ class GatheredLayer:
         """Remove a user; after the last one, wait for the gathers and release the buffers."""
         self._users -= 1
         if self._users == 0:
-            for full in self.full:  # a skipped use has not waited: its gather may be in flight
+            # If no use has read the weight, nothing has waited for the gather: it may be in flight.
+            for full in self.full:
                 full.wait()
             for lease in self._leases:
                 lease.release()
@@ -118,7 +119,8 @@ class DeclaredWeight:
     shards: tuple[ShardedParameter, ...]
     """The shard of the weight, and of the first bias of the layers that read the weight."""
     has_other_biases: bool = False
-    """True if layers that share the weight have different biases: a use gathers its own then."""
+    """True if layers that share the weight have different biases. A use that reads a bias then
+    gathers weight and bias for itself."""
     gathered: GatheredLayer | None = None
     """The full tensors, in flight or arrived; None: not gathered."""
 
@@ -152,7 +154,8 @@ class WeightGatherer:
         """Launch the gathers of weights that are not gathered yet."""
         try:
             with streams.on(self._stream):
-                ready = None  # the block whose prerequisites have been called
+                # The block for which the prerequisites were called last: once for all its weights.
+                ready = None
                 for weight, with_bias in gathers:
                     if weight.gathered is not None:
                         continue
@@ -204,8 +207,9 @@ def gather(
 ) -> GatheredLayer:
     """Launch all-gathers of a layer's `shards` into buffers of `pool`.
 
-    If rows divide evenly over ranks, the shard is sent, and the buffer read by the matmul, without
-    a copy. For all other shards see [Note: Pieces] in docs/design/notes/weights.md.
+    If rows divide evenly over ranks, nothing is copied: the shard itself is sent, and the matmul
+    reads the buffer that received the shards. For all other shards see [Note: Pieces] in
+    docs/design/notes/weights.md.
     """
     gathered = GatheredLayer(shards)
     for shard in shards:
@@ -293,7 +297,8 @@ class GradientReducer:
         received_in = None
         if channel.size > 1 and layout.is_cut_in_place:
             received_in = self._summed_in(grad.dtype)
-        # Outside of the `try`: if the sink raises, ranks are still in step.
+        # Outside of the `try`, which makes all later collectives raise: if the sink raises here, no
+        # collective has failed, and ranks still launch the same collectives.
         place = sink.promise(parameter.parameter, received_in)
         try:
             if channel.size == 1:
@@ -322,9 +327,10 @@ class GradientReducer:
         return shard
 
     def sent_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """Return the dtype in which a gradient of `dtype` is sent: that of the sum.
+        """Return the dtype in which a gradient of `dtype` is sent.
 
-        A channel that `sums_locally` sends `dtype` itself, and each receiver widens it.
+        It is the dtype of the sum, except in a channel that `sums_locally`: there the gradient is
+        sent in `dtype`, and each receiver widens it.
         """
         return dtype if self._channels[Axis.WEIGHT].sums_locally else self._summed_in(dtype)
 
@@ -365,5 +371,6 @@ class GradientReducer:
             lease.release()
 
 
-_wider = cache(torch.promote_types)  # cached: torch dispatches it like an operator
+# Cached to save time, because torch dispatches `promote_types` like an operator.
+_wider = cache(torch.promote_types)
 """Returns the narrowest dtype that holds the values of two dtypes."""

@@ -25,12 +25,14 @@ def weight_gradient(
     into: Tensor | None = None,
     add: bool = False,
 ) -> Tensor:
-    """Return dW = dy^T x in `dtype` (None: the factors'), or write it into, or `add` to, `into`.
+    """Return dW = dy^T x in `dtype`; None: in the dtype of dy and x.
 
-    If `into` has the dtype of the factors, or is float32 on CUDA, this is one kernel that allocates
-    nothing. See [Note: Wide products] in docs/design/notes/weights.md.
+    With `into`, dW is written into this tensor or, with `add`, added to it. If `into` has the dtype
+    of dy and x, or is float32 on CUDA, this is one kernel that allocates nothing. See
+    [Note: Wide products] in docs/design/notes/weights.md.
     """
-    if isinstance(dy, tuple):  # the rows of dW of each linear, one product for each
+    # Several linears of the same x: dW consists of their weight gradients, one below the other.
+    if isinstance(dy, tuple):
         sizes = [part.shape[1] for part in dy]
         if into is None:
             into = x.new_empty(sum(sizes), x.shape[1], dtype=dtype or x.dtype)
@@ -42,7 +44,8 @@ def weight_gradient(
     wide = into.dtype if into is not None else narrow if dtype is None else dtype
     if wide == narrow:
         return left @ x if into is None else torch.addmm(into, left, x, beta=int(add), out=into)
-    # [Note: Wide products] Elsewhere the product is rounded before it is widened.
+    # Only CUDA multiplies narrow factors into a float32 result. On other devices the product is
+    # rounded to the factors' dtype and then widened [Note: Wide products].
     if not (dy.device.type in ("cuda", "meta") and wide is torch.float32):
         product = left @ x
         if into is None:
@@ -91,8 +94,8 @@ class ParameterGradients:
 
     def add(self, parameter: nn.Parameter, gradient: Tensor) -> None:
         gradient = gradient.to(parameter.dtype)
-        # A copy, as the caller reuses the tensor. Contiguous like the shard: fused optimizers
-        # need equal strides.
+        # Copy the gradient, because the caller reuses its memory. The copy is contiguous, as the
+        # parameter is: torch's fused optimizers need the same strides for both.
         if parameter.grad is None:
             parameter.grad = gradient.clone(memory_format=torch.contiguous_format)
         else:

@@ -40,7 +40,9 @@ def grid(
     steps = zip(plan.entries, result.occupancy, strict=True)
     lines: list[tuple[str, ...]] = [_HEADER]
     shown: set[object] = set()
-    hidden: list[str] = []  # consecutive actions with the operations of an action shown before
+    # The actions that are left out after the row written last, because an action with the same
+    # operations was shown before. `_note` makes one row of their names.
+    hidden: list[str] = []
     for action, spans in groupby(step_spans(chunks, actions), key=lambda span: span.action):
         blocks = [
             [table.line(action, *step) for step in islice(steps, len(span.sites))] for span in spans
@@ -62,8 +64,8 @@ class _Line(NamedTuple):
 
     cells: tuple[str, ...]
     does: object
-    """Key of the row's operations, in which blocks are counted from the row's own; rows with equal
-    keys do the same in their blocks."""
+    """Key to compare rows of different blocks by their operations. Blocks in it are counted from
+    the row's own block, so two rows that do the same, each in its block, have equal keys."""
 
 
 class _Table:
@@ -72,8 +74,10 @@ class _Table:
     def __init__(self, chunks: Chunks, result: Simulation) -> None:
         self.chunks = chunks
         self.lookaheads = iter(result.lookaheads)
-        self.homes: dict[str, Site] = {}  # the first use of each weight
-        self.sizes: Counter[tuple[int, int]] = Counter()  # weights of each (chunk, block)
+        # For each weight, the first use that reads it.
+        self.homes: dict[str, Site] = {}
+        # For each (chunk, block), the number of weights whose first use is in it.
+        self.sizes: Counter[tuple[int, int]] = Counter()
         for c, chunk in enumerate(chunks):
             for b, block in enumerate(chunk):
                 for v, use in enumerate(block.uses):
@@ -119,9 +123,10 @@ class _Table:
         return _Line(cells, (step.site.phase, block.uses[v].name, *ahead, *relative))
 
     def names(self, weights: Iterable[str], here: Block | None) -> str:
-        """Return the names of weights for a cell: uses of the block `here`, and of other blocks.
+        """Return text that names `weights`, for a cell of the table.
 
-        Another block of which all weights are meant is named alone.
+        A weight is named by its use; if it is not in the block `here`, after the name of its block.
+        If all weights of another block are meant, only the block is named.
         """
         words = []
         for place, group in groupby((self.homes[w] for w in weights), key=lambda home: home[1:3]):
@@ -174,7 +179,10 @@ def _collapsed(blocks: Iterable[list[_Line]]) -> Iterator[tuple[str, ...]]:
 
 
 def _note(names: list[str]) -> Iterator[tuple[str, ...]]:
-    """Yield a row with the `names` that repeat the row above: at most 16, else 8 and the last 4."""
+    """Yield a row that names the actions with the same operations as the row above.
+
+    Of more than 16 `names`, only the first 8 and the last 4 are shown.
+    """
     if names:
         yield (f"... {' '.join(names if len(names) <= 16 else [*names[:8], '...', *names[-4:]])}",)
 

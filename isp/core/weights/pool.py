@@ -34,7 +34,10 @@ class Lease:
     def release(self) -> None:
         """Return the buffer to the pool.  Raises RuntimeError if it was returned before."""
         if self._released:
-            raise RuntimeError("this buffer was released already: it may be leased to another now")
+            raise RuntimeError(
+                "this buffer was released already: it may be leased to another user now; release a"
+                " Lease only once"
+            )
         self._released = True
         self._pool._take_back(self._tensor, self._kind)
 
@@ -85,7 +88,8 @@ class MemoryPool:
 
     def lease(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Lease:
         """Lease a buffer of this shape; its contents are undefined."""
-        # Cached, with what follows from shape and dtype: each gather of a step leases a buffer.
+        # The size in bytes and the list of free buffers are looked up in a cache, to save time:
+        # each gather of a step leases a buffer.
         kind = self._kinds.get((shape, dtype, device)) or self._new_kind(shape, dtype, device)
         _, num_bytes, free = kind
         if free:
@@ -93,7 +97,9 @@ class MemoryPool:
             if last_shape != shape:
                 buffer = buffer.view(shape)
             if last_use is not None:
-                last_use.wait()  # [Note: Reuse across streams]
+                # Make this stream wait for the last kernel that reads the buffer
+                # [Note: Reuse across streams].
+                last_use.wait()
             self.reuses += 1
         else:
             # A tensor made in inference mode could not be written in training later.
@@ -111,7 +117,9 @@ class MemoryPool:
         """Drop free buffers, e.g. before a phase with other shapes."""
         for free in self._free.values():
             for buffer, _, last_use in free:
-                if last_use is not None:  # the allocator does not know of uses on other streams
+                # Wait for the last kernel that reads the buffer: if it runs on another stream, the
+                # allocator does not know of it and would reuse the memory at once.
+                if last_use is not None:
                     last_use.synchronize()
                 self.reserved_bytes -= buffer.nbytes
             free.clear()

@@ -56,7 +56,7 @@ class PlanEntry(NamedTuple):
     before: tuple[WeightOp, ...]
     """A gather and wait for the use's own weight, then gathers for later uses."""
     after: tuple[WeightOp, ...]
-    """Frees."""
+    """Frees of weights that were gathered for this use or earlier ones."""
 
 
 class PrefetchPlan(NamedTuple):
@@ -186,7 +186,7 @@ def _reads(spans: Iterable[Span], chunks: Chunks) -> tuple[list[_Read], list[_Un
     for span in spans:
         begin = len(reads)
         extent: dict[str, tuple[int, int]] = {}
-        # Reads before each offset: maps an offset in the span to an index into `reads`.
+        # `counted[i]` is the index in `reads` of the first read at offset i of the span or later.
         counted = list(accumulate((w is not None for w in span.reads), initial=begin))
         for offset, weight in enumerate(span.reads):
             if weight is not None:
@@ -194,8 +194,8 @@ def _reads(spans: Iterable[Span], chunks: Chunks) -> tuple[list[_Read], list[_Un
                 extent[weight] = (extent.get(weight, (len(reads),))[0], together)
                 site, bias = span.sites[offset], biases.get(weight)
                 use = chunks[site.chunk][site.block].uses[site.use]
-                # Backward reads no bias, except where it computes a forward itself: a use that a
-                # recompute does not pass.
+                # Forwards and recomputes read a bias, backward does not. Exception: if a recompute
+                # leaves the use out, backward computes its forward and reads the bias.
                 forward = site.phase is not Phase.BACKWARD or not use.in_recompute
                 bias = bias if forward and use.bias == bias else None
                 reads.append(_Read(entry + offset, weight, bias, together))
@@ -206,18 +206,24 @@ def _reads(spans: Iterable[Span], chunks: Chunks) -> tuple[list[_Read], list[_Un
 
 
 def _lifetimes(reads: list[_Read], units: list[_Unit], prefetch: Prefetch) -> dict[int, _Lifetime]:
-    """Return the lifetimes by the index of their first read, in that order [Note: Lifetimes]."""
+    """Return all lifetimes in the order of their first reads, as {index of first read: lifetime}.
+
+    See [Note: Lifetimes] in docs/design/notes/weights.md.
+    """
     per_layer, freed = prefetch.unit is OverlapUnit.LAYER, prefetch.reshard_after_forward
     blocks, modules = (u.span.unit for u in units), (read.weight for read in reads)
     runs = _runs(blocks if per_layer else modules)
     lifetimes: dict[int, _Lifetime] = {}
-    latest: dict[str, tuple[_Lifetime, int]] = {}  # with the index in `runs` after its last read
+    # For each weight: its latest lifetime, and the index in `runs` after the last read.
+    latest: dict[str, tuple[_Lifetime, int]] = {}
     for number, u in enumerate(units):
         for weight, (first, last) in u.extent.items():
-            # Places in `runs`: of units per layer, of reads per module.
+            # Indices into `runs`, which has an entry for each unit if weights are prefetched per
+            # layer, and for each read if they are prefetched per module.
             here, after = (number, number + 1) if per_layer else (first, last + 1)
             lifetime, since = latest.get(weight, (None, 0))
-            # A weight is kept over one other unit, and gathered again after two or more.
+            # If one other block (or module) at most runs between two reads of a weight, the weight
+            # stays gathered. If several run, it is freed and gathered again.
             several = since < here and runs[since] != runs[here - 1]
             if lifetime is None or (freed and several):
                 lifetime = lifetimes[first] = _Lifetime(
@@ -243,12 +249,14 @@ def _launch_per_layer(
     launch: LaunchPoint,
 ) -> None:
     """Set the entry at which each gather is launched, for prefetch per layer [Note: Launches]."""
-    fresh = [  # the lifetimes that begin in each unit
+    # For each unit, the lifetimes that begin in it.
+    fresh = [
         [lifetimes[first] for first, _ in u.extent.values() if first in lifetimes] for u in units
     ]
     for lifetime in chain(*fresh[:2]):
         lifetime.launched = _START
-    # From the second on, each unit launches the gathers of the unit after it.
+    # The gathers of the first two units are launched at the start. Each unit from the second on
+    # launches the gathers of the unit after it.
     for u, ahead in zip(units[1:], fresh[2:], strict=False):
         if u.span.sites[0].phase is Phase.BACKWARD:
             entries = [read.entry for read in reads[u.begin : u.end]]
@@ -260,9 +268,10 @@ def _launch_per_layer(
 
 
 def _launch_offset(span: Span, chunks: Chunks, launch: LaunchPoint) -> int:
-    """Return the offset in a forward or recompute at which the next span's gathers are launched.
+    """Return the offset in `span` at which the gathers of the next span are launched.
 
-    The offset of the launch point, or of the next use that is passed if the span leaves it out.
+    It is that of the launch point, in the forward or recompute of the span. If the span leaves the
+    launch point out, it is that of the next use in forward order.
     """
     uses = chunks[span.action.chunk][span.block].uses
     point = next((v for v, use in enumerate(uses) if use.launch_point is launch), 0)
@@ -282,12 +291,15 @@ def _launch_per_module(
         first_reads = iter([first for first, _ in u.extent.values()] + [u.end])
         ahead = next(first_reads)
         for r in range(u.begin, u.end):
-            while ahead <= r:  # the next read of a weight that this span has not read before
+            # Find the next read, after r, of a weight that this span has not read before.
+            while ahead <= r:
                 ahead = next(first_reads)
             if r == u.end - 1:
                 ahead = others[r]
             elif ahead == u.end < len(reads) and reads[ahead].weight in u.extent:
-                continue  # this span has the weight, and may keep it: decided at its last read
+                # The weight that the next span reads first is gathered now, and may stay so. The
+                # last read of this span decides about it.
+                continue
             together = range(ahead, reads[ahead].together + 1) if ahead < len(reads) else ()
             for launched in filter(None, map(lifetimes.get, together)):
                 if launched.launched is None:

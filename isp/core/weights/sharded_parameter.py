@@ -45,8 +45,9 @@ class ShardedParameter:
         return Tag(Purpose.WEIGHT_GRADIENT, self.tag.layer, f"{self.tag.tensor}.grad")
 
     def to_send(self, x: Tensor, length: int) -> Tensor:
-        """Return a shard or a full tensor x as collectives send it: cut dim first, `length` rows.
+        """Return x, a shard or a full tensor, in the form in which collectives send it.
 
+        The dim along which the parameter is cut over ranks comes first, and is padded to `length`.
         See [Note: Pieces] in docs/design/notes/weights.md.
         """
         if self.layout.is_cut_in_place:

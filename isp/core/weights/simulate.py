@@ -18,11 +18,11 @@ class Occupancy(NamedTuple):
     """Numbers of weights that are gathered or in flight during a use, counted in three ways."""
 
     blocks: int
-    """Number of blocks they belong to: a weight belongs to the running block if this block reads
-    it, else to the next block that will."""
+    """Number of blocks that these weights belong to: a weight belongs to the running block if this
+    block reads it, else to the next block that will read it."""
     modules: int
-    """Number of weights, without a weight that is only kept for a later read in the same span;
-    weights that are read together count as one."""
+    """Number of weights, but weights that are read together count as one, and a weight that the
+    span has read and reads again later does not count at the uses in between."""
     weights: int
     """Number of all weights."""
 
@@ -91,10 +91,14 @@ class _Replay:
         self.plan, self.spans, self.groups = plan, spans, groups
         self.step = -1
         self.place: str | PlanEntry = "start"
-        self.flying: deque[str] = deque()  # in flight, in order of launch
-        self.ready: set[str] = set()  # waited for
-        self.unread: set[str] = set()  # ready, and not read since
-        self.launched: dict[str, int] = {}  # in flight or ready: the entry of the gather
+        # Weights whose gather is in flight, in the order of launches.
+        self.flying: deque[str] = deque()
+        # Weights whose gather was waited for, until they are freed.
+        self.ready: set[str] = set()
+        # Weights in `ready` that no use has read yet.
+        self.unread: set[str] = set()
+        # For each weight in flight or ready, the index of the entry that launched its gather.
+        self.launched: dict[str, int] = {}
         self.gathers: Counter[tuple[str, Phase]] = Counter()
         self.lookaheads: list[Lookahead] = []
         self.readers: defaultdict[str, list[int]] = defaultdict(list)
@@ -175,7 +179,8 @@ class _Replay:
                 assert span is not None
                 blocks.add(span.unit)
                 first, last = extent[weight]
-                # Between two reads of one span a weight is kept for the second: not one ahead.
+                # Between two reads in the same span, a weight is only kept for the second read. It
+                # is not counted, as it is not a module that is gathered ahead.
                 if first < offset < last and span.reads[offset] != weight:
                     continue
             else:

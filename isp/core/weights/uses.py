@@ -175,7 +175,8 @@ def sequential_actions(num_micro_batches: int, *, training: bool = True) -> tupl
 def step_spans(chunks: Chunks, actions: tuple[Action, ...]) -> list[Span]:
     """Return all spans of a step in the order in which they run."""
     _check_actions(chunks, actions)
-    # Made once for each kind and chunk: a step repeats them for all its micro-batches.
+    # Spans are computed once for each kind of action and chunk, because they are the same for all
+    # micro-batches.
     passes = {
         (kind, c): list(_spans(kind, c, chunk))
         for c, chunk in enumerate(chunks)
@@ -191,7 +192,7 @@ _Pass = tuple[Phase, int, str | None]
 def _spans(
     kind: ActionKind, chunk: int, blocks: tuple[Block, ...]
 ) -> Iterator[tuple[int, tuple[Site, ...], tuple[str | None, ...], tuple[int, ...]]]:
-    """Yield all fields of `Span` but `action`, for each block that an action of `kind` passes.
+    """Yield, for each block that an action of `kind` passes, the fields of its `Span` but `action`.
 
     A WEIGHT_GRADIENT reads no weights and yields nothing.
     """

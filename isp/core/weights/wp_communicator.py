@@ -122,7 +122,8 @@ class WPCommunicator(ABC):
         if it is delivered in another way.
         """
         dw: Tensor | None = None
-        # A gradient that `torch.autograd.grad` returns must exist now: no route, no sink.
+        # If `torch.autograd.grad` returns the gradient, it must be computed now, so neither the
+        # route nor the sink gets its factors.
         if parameter is not None and not returned:
             if self.route is not None:
                 if (dw := self.route(module, parameter, dy, x)) is None:
@@ -198,10 +199,13 @@ class LocalWeights(WPCommunicator):
 class DeferredWeightGradients:
     """Keeps the factors of weight gradients and multiplies them later, in the order of backward.
 
-    It is a `WeightGradientRoute`. `drain` is for the embedding and the head of a pipeline, whose
-    weight gradients fill the cool-down; `take` is for schedules that split the backward. At most
-    `limit` products wait (None: no limit); beyond it, a product is computed at once. Gradients are
-    added to `sink`; those that are reduced over the weight group, by the communicator.
+    It is a `WeightGradientRoute`. `drain` multiplies the oldest factors now: the embedding and the
+    head of a pipeline use it, whose weight gradients fill the cool-down. `take` returns a function
+    that multiplies all factors kept so far: schedules that split the backward use it. At most
+    `limit` products wait (None: no limit); beyond it, a product is computed at once.
+
+    If weights are gathered, a product is passed to the communicator, which reduces it over the
+    weight group and delivers it. Otherwise it is added to `sink`.
     """
 
     def __init__(self, sink: ProductSink, *, limit: int | None = None) -> None:
@@ -219,7 +223,8 @@ class DeferredWeightGradients:
     ) -> Tensor | None:
         if self._limit is not None and len(self._waiting) >= self._limit:
             return weight_gradient(dy, x, dtype=layer.communicator.gradient_dtype(x.dtype))
-        self._sink.promise(weight)  # else the sink would reduce its bucket without this product
+        # Promise the gradient, so that the sink does not reduce its bucket without this product.
+        self._sink.promise(weight)
         self._waiting.append((layer, weight, dy, x))
         return None
 
@@ -249,6 +254,7 @@ class DeferredWeightGradients:
             communicator.grad_hook(dw, module=layer)
         else:
             self._sink.add_product(weight, dy, x)
-        # Only now: by now the gradient is added, or `grad_hook` has promised it again for its
-        # reduction. Earlier, the gradient would be final without this product.
+        # Close the promise only now, when the gradient is added or `grad_hook` has made a promise
+        # of its own. If it were closed before, the sink could take the gradient as final and reduce
+        # it without this product.
         self._sink.withdraw(weight)

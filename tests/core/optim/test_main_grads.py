@@ -186,7 +186,7 @@ def test_refuses_what_can_have_no_gradient():
     with pytest.raises(ValueError, match="q is also p0: pass a shared parameter once"):
         MainGradients([shared[0], replace(shared[0], name="q")], SOLO)
     layout = ParameterLayout(global_shape=(4,), reduce_over=Axis.DATA)
-    with pytest.raises(ValueError, match=r"p0 has shape \(3,\), but its layout .* \(4,\)"):
+    with pytest.raises(ValueError, match=r"p0 has shape \(3,\), but its ParameterLayout .* \(4,\)"):
         MainGradients([replace(wrong[0], layout=layout)], SOLO)
     with pytest.raises(ValueError, match="bucket_bytes=-1"):
         MainGradients(wrong, SOLO, bucket_bytes=-1)

@@ -240,7 +240,9 @@ def test_too_little_host_memory_is_told_before_ranks_start(
 
 def test_memory_that_is_refused_is_told_with_its_key(monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches an error of an allocator that names no key of ours."""
-    words = r"optimizer.offload_states=true needs 0.00 GiB of host memory for a rank: .*use false"
+    words = (
+        r"optimizer.offload_states=true needs 0.00 GiB of host memory for a rank: .*_states=false"
+    )
     monkeypatch.setattr(pinned_memory, "attainable_bytes", lambda: 100)
     with pytest.raises(ValueError, match=words):
         StateMemory([(torch.float32, 26)], torch.device("cpu"), on_host=True)

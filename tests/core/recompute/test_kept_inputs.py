@@ -205,5 +205,5 @@ def test_parts_that_take_something_else_have_no_segments() -> None:
     """Catches an input computed again as what it was not."""
     net = Net(3, segment=2)
     x = net.recompute(net.part(0), net.x)
-    with pytest.raises(ValueError, match=r"model.checkpoint_segment .* use 0"):
+    with pytest.raises(ValueError, match=r"model.checkpoint_segment .* model.checkpoint_segment=0"):
         net.recompute(net.part(1), 2 * x)
