@@ -241,7 +241,7 @@ def _address(x: Tensor) -> int:
 
 
 def _place() -> str:
-    """The innermost function of this repository, `folder/file.py:function`."""
+    """Return the innermost function of this repository, `folder/file.py:function`."""
     frame = sys._getframe(1)
     while frame.f_back is not None:
         path = Path(frame.f_code.co_filename)
@@ -253,7 +253,7 @@ def _place() -> str:
 
 @contextmanager
 def syncs_on_cuda() -> Iterator[list[str]]:
-    """The waits of the host for CUDA in this context, where torch sees them."""
+    """Yield the waits of the host for CUDA in this context, where torch sees them."""
     found: list[str] = []
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

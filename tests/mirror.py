@@ -27,7 +27,7 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 
 @contextmanager
 def one_rank(device: torch.device) -> Iterator[None]:
-    """A world of this process alone, over NCCL for a GPU."""
+    """Yield a world of this process alone, over NCCL for a GPU."""
     on_gpu = device.type == "cuda"
     dist.init_process_group(
         "nccl" if on_gpu else "gloo",

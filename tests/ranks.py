@@ -50,7 +50,9 @@ def run_programs(
 
 
 def free_port() -> int:
-    """A free port below the kernel's own choices, which other ranks' sockets may get meanwhile."""
+    """Return a free port below the kernel's own choices, which other ranks' sockets may get
+    meanwhile.
+    """
     while True:
         port = 10_000 + secrets.randbelow(20_000)
         with socket.socket() as probe, suppress(OSError):

@@ -14,7 +14,7 @@ __all__ = ["saved_bytes", "saving"]
 
 @contextmanager
 def saving() -> Iterator[list[Tensor]]:
-    """The tensors that are saved in this context."""
+    """Yield the tensors that are saved in this context."""
     kept: list[Tensor] = []
 
     def pack(x: Tensor) -> Tensor:

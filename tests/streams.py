@@ -261,7 +261,7 @@ class Device(TorchDispatchMode):
     # -- memory ------------------------------------------------------------------------------
 
     def _of(self, tensor: Tensor, name: str = "before") -> _Memory:
-        """The memory of `tensor`, made now if it is new."""
+        """Return the memory of `tensor`, made now if it is new."""
         storage = tensor.untyped_storage()
         address = storage._cdata
         if address not in self._memory:
@@ -312,7 +312,7 @@ def _address(tensor: Tensor) -> int:
 
 
 def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
-    """The arguments that an operation changes."""
+    """Return the arguments that an operation changes."""
     return tensors_in([args[i] if i < len(args) else kwargs.get(name) for i, name in _writes(func)])
 
 
@@ -323,6 +323,6 @@ def _name(func: Any) -> str:
 
 @cache
 def _writes(func: Any) -> list[tuple[int, str]]:
-    """The place and name of each argument that an operation changes."""
+    """Return the place and name of each argument that an operation changes."""
     arguments = enumerate(func._schema.arguments)
     return [(i, a.name) for i, a in arguments if a.alias_info is not None and a.alias_info.is_write]

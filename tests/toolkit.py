@@ -59,7 +59,7 @@ class ToolkitLayers(RankLayers):
     def column(
         self, in_features: int, out_features: tuple[int, ...], *, bias: bool = False, std: float
     ) -> ParallelLinear:
-        """A linear to the fused `out_features`, of which each rank computes its share."""
+        """Return a linear to the fused `out_features`, of which each rank computes its share."""
         total = sum(out_features)
         assert all(n % self.feature_parts == 0 for n in out_features), (out_features, self.tensor)
         segments = out_features if self.splits_features else (total,)
@@ -76,7 +76,7 @@ class ToolkitLayers(RankLayers):
     def row(
         self, in_features: int, out_features: int, *, bias: bool = False, std: float
     ) -> ParallelLinear:
-        """A linear from split `in_features`, the dual of `column`."""
+        """Return a linear from split `in_features`, the dual of `column`."""
         assert in_features % self.feature_parts == 0, (in_features, self.tensor)
         bias_layout = None
         if bias and self.splits_features:
@@ -95,7 +95,9 @@ class ToolkitLayers(RankLayers):
         return _begins(layer, std)
 
     def embedding(self, vocab_size: int, hidden_size: int, *, std: float) -> Table:
-        """The table of token embeddings, split by vocabulary (in isp mode, if asked, by hidden)."""
+        """Return the table of token embeddings, split by vocabulary (in isp mode, if asked, by
+        hidden).
+        """
         layout, communicator = self.sharded_layout((vocab_size, hidden_size), dim=0), None
         if not self.splits_features:
             communicator = EmbeddingWeightParallelCommunicator(
@@ -117,7 +119,7 @@ class ToolkitLayers(RankLayers):
         tied_to: Table | None = None,
         loss_chunk_tokens: int = 0,
     ) -> Head:
-        """The linear to the logits, split by vocabulary; may share the embedding's table.
+        """Return the linear to the logits, split by vocabulary; may share the embedding's table.
 
         Its loss is computed `loss_chunk_tokens` tokens at a time, 0: all at once.
         """
@@ -139,7 +141,7 @@ class ToolkitLayers(RankLayers):
         return _begins(head, std)
 
     def rms_norm(self, size: int, *, eps: float, per_head: bool = False) -> RMSNorm:
-        """A norm over the hidden size of a token or (`per_head`) over each head."""
+        """Return a norm over the hidden size of a token or (`per_head`) over each head."""
         layout = self.replicated_layout((size,), sees_part=True if per_head else None)
         return RMSNorm(layout, eps=eps, device=self.device, dtype=self.dtype)
 
@@ -227,12 +229,12 @@ def topology(
 
 
 def weight_mesh(rank: int, world: int) -> Mesh:
-    """The channels of a rank where all ranks share one copy of the weights."""
+    """Return the channels of a rank where all ranks share one copy of the weights."""
     return Mesh(topology(world, weight=world), rank)
 
 
 def blocks_of(*layers: WeightHolder) -> tuple[DeclaredBlock, ...]:
-    """Each layer as a block of its own, in this order."""
+    """Return each layer as a block of its own, in this order."""
     return tuple(
         DeclaredBlock(name=f"{i}", module=layer, uses=(DeclaredUse(Use("use"), layer),))
         for i, layer in enumerate(layers)
@@ -243,7 +245,7 @@ M = TypeVar("M", bound=ParallelModule)
 
 
 def _begins(layer: M, std: float) -> M:
-    """The layer, whose weight begins with numbers of this standard deviation."""
+    """Return the layer, whose weight begins with numbers of this standard deviation."""
     layer.init_std = std
     return layer
 

@@ -70,7 +70,7 @@ def _gradients(
 
 
 def reference() -> dict[str, Tensor]:
-    """The sum over two ranks and two micro-batches, from the weights of rank 0."""
+    """Return the sum over two ranks and two micro-batches, from the weights of rank 0."""
     module = net(0)
     for rank in range(2):
         module(batch(rank, 0), rank == 0).square().sum().backward()

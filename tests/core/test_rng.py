@@ -131,7 +131,7 @@ def test_seeds_are_megatrons(device: torch.device) -> None:
 
 
 def dropouts(tracker: RngStatesTracker, device: torch.device) -> dict[str, Tensor]:
-    """A dropout of the same tensor by each stream."""
+    """Return a dropout of the same tensor by each stream."""
     x, kept = torch.ones(64, device=device), {}
     for stream in RngStream:
         with tracker.fork(stream):

@@ -58,7 +58,7 @@ def losses(evaluation: Evaluation) -> list[float]:
 
 @pytest.fixture(scope="module")
 def run(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of one step in float64."""
+    """Return a run of one step in float64."""
     folder = tmp_path_factory.mktemp("run")
     (folder / "config.yaml").write_text(CONFIG.replace("TEXT", str(text)))
     words = ["--job.dump_folder", str(folder), "--job.name", "run"]

@@ -31,7 +31,7 @@ def test_the_engine_asks_a_run_for_what_it_has() -> None:
 
 @pytest.fixture
 def engine(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """The engine's module, with empty modules for the names that it imports from verl."""
+    """Return the engine's module, with empty modules for the names that it imports from verl."""
 
     @dataclasses.dataclass
     class EngineConfig:

@@ -106,7 +106,7 @@ def _mean(scores: TokenScores, _: Mapping[str, Any]) -> Tensor:
 
 
 def _promised(rank: int, path: Path) -> list[float]:
-    """The losses of two steps on the same rows, which stages get as micro-batches."""
+    """Return the losses of two steps on the same rows, which stages get as micro-batches."""
     run, losses = isp.parallelize(_promised_model(path.stem), path), []
     for _ in range(2):
         if run.config.parallel.pipeline.size > 1:

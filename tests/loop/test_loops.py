@@ -213,7 +213,9 @@ def _other_storage(model: nn.Module) -> None:
 
 
 def _write(rank: int, case: tuple[Own, JobConfig, list[Rows], Write]) -> Any:
-    """The weights after a step and a write, what is computed with them, and what comes of them."""
+    """Return the weights after a step and a write, what is computed with them, and what comes of
+    them.
+    """
     model, config, data, write = case
     run = isp.parallelize(model, config)
     run.step(run.loss(*data[0]))

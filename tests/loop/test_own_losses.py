@@ -103,7 +103,7 @@ def _part(run: ParallelRun, rows: Rows) -> Rows:
 
 
 def _trained(run: ParallelRun, loss_of: Loss) -> Trained:
-    """Each batch goes backward by itself, the first two of them from one scalar."""
+    """Return each batch goes backward by itself, the first two of them from one scalar."""
 
     def score(rows: Rows) -> TokenScores:
         return run.log_probs(*rows, temperature=TEMPERATURE, entropy=loss_of is _grpo)

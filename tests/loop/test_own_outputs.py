@@ -201,7 +201,7 @@ def _rewarding(name: str, kind: str, num_labels: int) -> Any:
 
 
 def _reward(rank: int, case: tuple[str, str, JobConfig, int]) -> Trained:
-    """A step of rows padded on the left, then one of rows padded on the right."""
+    """Return a step of rows padded on the left, then one of rows padded on the right."""
     name, kind, config, num_labels = case
     run = isp.parallelize(_rewarding(name, kind, num_labels), config)
     losses, norms = [], []
@@ -288,7 +288,7 @@ PIPELINES = {
 
 
 def _pipelined(rank: int, config: JobConfig) -> Trained:
-    """A step of two calls, whose gradients add up."""
+    """Return a step of two calls, whose gradients add up."""
     model = tiny("llama", num_hidden_layers=4, tie_word_embeddings=True)
     frozen = copy.deepcopy(model).requires_grad_(False)
     reference, run = isp.parallelize(frozen, config), isp.parallelize(model, config)
@@ -339,7 +339,9 @@ def test_micro_batches_of_a_pipeline_go_backward_from_ones_own_loss() -> None:
 
 
 def _reaching(ask: Ask, step: int, part: slice = slice(None)) -> Tensor:
-    """The loss of a step: of hidden states alone in the second, so that the head has no part."""
+    """Return the loss of a step: of hidden states alone in the second, so that the head has no
+    part.
+    """
     rows = Rows(*(None if x is None else x[part] for x in BATCHES[step]))
     if step == 1:
         found = ask.hidden(rows.input_ids, rows.position_ids)

@@ -279,7 +279,7 @@ def _by_torch(model: Any, make: Callable[[Named], torch.optim.Optimizer]) -> Tra
 
 
 def _stepped(run: ParallelRun, rows: Rows) -> Trained:
-    """A step of the mean loss, in a pipeline of two micro-batches if there are stages."""
+    """Return a step of the mean loss, in a pipeline of two micro-batches if there are stages."""
     if run.mesh[Axis.PIPELINE].size == 1:
         return trained(run, [rows])
     part = rows.part(run.dp_rank, run.dp_size)

@@ -80,7 +80,7 @@ def _table(**options: Any) -> nn.Module:
 
 
 def _computed(by: Callable[[nn.Module], object], name: str = "blocks.0.q") -> nn.Module:
-    """A model one of whose weights is computed from others."""
+    """Return a model one of whose weights is computed from others."""
     model = Own()
     by(model.get_submodule(name))
     return model
@@ -192,7 +192,7 @@ class _InTraining(OwnBlock):
 
 
 def _leaking() -> nn.Module:
-    """A Llama of which one MLP sees the token before."""
+    """Return a Llama of which one MLP sees the token before."""
     model = tiny("llama")
     plain = type(model.model.layers[1].mlp)
 

@@ -38,7 +38,7 @@ def loaded(folder: Path) -> Any:
 
 
 def in_float64(model: Any) -> Any:
-    """The model in float64; tokens [B, S] -> logits [B, S, V]."""
+    """Return the model in float64; tokens [B, S] -> logits [B, S, V]."""
     rotary = model.model.rotary_emb
     model.model.rotary_emb = kept_in_float64(_Made())(type(rotary), model.config)
     kept_in_float64(model).train(False)

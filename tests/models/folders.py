@@ -34,7 +34,7 @@ training: {{steps: 5, device: cpu, dtype: float64, seed: 3}}
 
 
 def small_config(kind: str, **changes: Any) -> Any:
-    """The configuration of a small model of this type."""
+    """Return the configuration of a small model of this type."""
     own = {**OF_ITS_OWN.get(kind, {}), **_OWN.get(kind, {})}
     return transformers.AutoConfig.for_model(kind, **{**TEXT_SIZES, **own, **changes})
 
@@ -42,7 +42,9 @@ def small_config(kind: str, **changes: Any) -> Any:
 def write_folder(
     folder: Path, kind: str, *, weights: bool = True, own_names: bool = False, **changes: Any
 ) -> Path:
-    """A folder with a small model; its files have the names of the hub unless `own_names`."""
+    """Return a folder with a small model; its files have the names of the hub unless
+    `own_names`.
+    """
     config = small_config(kind, **changes)
     if weights:
         model = transformers.AutoModelForCausalLM.from_config(config)
@@ -68,7 +70,7 @@ def load_folder(folder: Path) -> Any:
 
 
 def write_job(folder: Path, model: Path, name: str = "job") -> Path:
-    """A job of `model` in `folder`, of 5 steps in float64."""
+    """Return a job of `model` in `folder`, of 5 steps in float64."""
     words = "".join(f"word {i} of many\n" for i in range(400))
     (folder / "text.txt").write_text(words)
     path = folder / f"{name}.yaml"

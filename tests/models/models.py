@@ -76,7 +76,7 @@ OF_ITS_OWN = {
 
 
 def tiny(name: str, *, seed: int = 0, kind: str = "CausalLM", **sizes: Any) -> Any:
-    """A model of this architecture in float64, its vectors no longer all ones or zeros.
+    """Return a model of this architecture in float64, its vectors no longer all ones or zeros.
 
     `kind`: what transformers has its class for.
     """
@@ -109,7 +109,7 @@ def job(
     dtype: str = "float64",
     **keys: Any,
 ) -> JobConfig:
-    """A configuration of these sizes; `keys` are the optimizer's."""
+    """Return a configuration of these sizes; `keys` are the optimizer's."""
     return JobConfig(
         model=ModelConfig(checkpoint=recompute),
         data=DataConfig(source="python-stdlib"),
@@ -132,7 +132,7 @@ class Rows(NamedTuple):
     position_ids: Tensor | None = None
 
     def part(self, index: int, count: int) -> Rows:
-        """Every `count`-th part of the rows."""
+        """Return every `count`-th part of the rows."""
         return Rows(*(None if x is None else x.chunk(count)[index] for x in self))  # type: ignore[arg-type]
 
 
@@ -155,7 +155,7 @@ class Trained(NamedTuple):
 
 
 def plain_loss(model: nn.Module, rows: Rows, *, total: bool = False) -> Tensor:
-    """The mean loss of the unmodified model; `total`: the sum."""
+    """Return the mean loss of the unmodified model; `total`: the sum."""
     labels = _labels(rows)
     losses = F.cross_entropy(
         plain_logits(model, rows)[:, :-1].flatten(0, 1),
@@ -212,7 +212,7 @@ def documents_of(rows: Rows, row: int) -> list[slice]:
 
 
 def decayed(model: nn.Module) -> set[str]:
-    """Names of the weights that transformers' Trainer decays, without vectors."""
+    """Return names of the weights that transformers' Trainer decays, without vectors."""
     from transformers.trainer import Trainer
 
     names = Trainer.get_decay_parameter_names(None, model)
@@ -225,7 +225,7 @@ def trained_plainly(
     loss_of: Callable[[nn.Module, Any], Tensor] = plain_loss,
     **keys: Any,
 ) -> Trained:
-    """The unmodified model in the plainest loop, by torch's AdamW."""
+    """Return the unmodified model in the plainest loop, by torch's AdamW."""
     model = copy.deepcopy(model)
     settings = job(**keys).optimizer
     own, names = [p for p in model.parameters() if p.requires_grad], decayed(model)
@@ -255,7 +255,9 @@ def trained(
     data: list[Rows],
     before: Callable[[ParallelRun, Rows], object] = lambda *_: None,
 ) -> Trained:
-    """A parallelised model on a rank's part of each step's rows; `before` is called with it."""
+    """Return a parallelised model on a rank's part of each step's rows; `before` is called
+    with it.
+    """
     losses, norms = [], []
     for rows in data:
         part = rows.part(run.dp_rank, run.dp_size)
@@ -267,7 +269,7 @@ def trained(
 
 
 def whole_weights(run: ParallelRun) -> dict[str, Tensor]:
-    """All weights of a model, gathered from its ranks."""
+    """Return all weights of a model, gathered from its ranks."""
     run.train_step.drain()
     found = {item.name: run.weights.whole(item).clone() for item in run.train_step.built.parameters}
     run.train_step.weights_changed()
@@ -281,7 +283,7 @@ def assert_trained_as(expected: Trained, of_ranks: Iterable[Trained], what: obje
 
 
 def worst(found: Trained, expected: Trained) -> float:
-    """The largest difference of two runs, of weights as a part of their largest value."""
+    """Return the largest difference of two runs, of weights as a part of their largest value."""
     numbers = zip(found.losses + found.norms, expected.losses + expected.norms, strict=True)
     assert found.weights.keys() == expected.weights.keys()
     return max(
@@ -314,7 +316,7 @@ def instead_of(
 
 
 def alone(traced: TracedModel) -> StageModule:
-    """The model on one rank, in float64, its weights not filled."""
+    """Return the model on one rank, in float64, its weights not filled."""
     layers = local_layers()
     (chunk,) = traced.build(layers)
     return chunk

@@ -35,7 +35,7 @@ def count(run: Callable[[], Tensor]) -> int:
 
 
 def products(config: ModelConfig) -> nn.Sequential:
-    """The model's linears, one after the other; q, k and v, and gate and up, are halves."""
+    """Return the model's linears, one after the other; q, k and v, and gate and up, are halves."""
     q, kv = config.num_heads * config.head_size, config.kv_heads * config.head_size
     d, inner = config.hidden_size, config.intermediate_size
     block = [(d, q + 2 * kv), (q, d), (d, 2 * inner), (inner, d)]

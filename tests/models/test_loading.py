@@ -58,7 +58,7 @@ def whole(of_ranks: list[Parts]) -> dict[str, Tensor]:
 
 
 def state(folder: Path) -> dict[str, Tensor]:
-    """The parameters and kept buffers that transformers loads from a folder."""
+    """Return the parameters and kept buffers that transformers loads from a folder."""
     model: Any = transformers.AutoModelForCausalLM.from_pretrained(folder)
     shared = {name for name, _ in model.named_parameters()}
     kept = dict(model.named_buffers()).keys() & model.state_dict().keys()

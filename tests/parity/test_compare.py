@@ -41,7 +41,7 @@ QUICKSTART = str(Path(__file__).parents[2] / "configs" / "quickstart.yaml")
 
 @pytest.fixture
 def folder(tmp_path: Path) -> str:
-    """A folder of Gemma 3: windows, soft-capped norms, tied embeddings."""
+    """Return a folder of Gemma 3: windows, soft-capped norms, tied embeddings."""
     transformers.AutoConfig.for_model("gemma3_text").save_pretrained(tmp_path)
     return str(tmp_path)
 

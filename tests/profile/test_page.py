@@ -28,7 +28,7 @@ data: {{source: {folder}/text.txt, seq_len: 16}}
 
 
 def example() -> Profile:
-    """The example with its command, and with a label that would be markup if not escaped."""
+    """Return the example with its command, and with a label that would be markup if not escaped."""
     profile = replace(
         example_profile(), command=COMMAND, config=CONFIG, shared_cores="2 ranks share 1 core"
     )

@@ -35,7 +35,7 @@ def _of_loss(losses: Tensor) -> Tensor:
 
 
 def _of_gradient(losses: Tensor) -> Tensor:
-    """The loss as it is; its gradient overflows."""
+    """Return the loss as it is; its gradient overflows."""
     losses.register_hook(lambda gradient: gradient * math.inf)
     return losses
 

@@ -76,7 +76,7 @@ def job(tmp_path: Path) -> Path:
 
 
 def _documents(sample: Sample) -> list[tuple[Tensor, Tensor]]:
-    """The tokens and labels of each document that has any."""
+    """Return the tokens and labels of each document that has any."""
     tokens, labels, positions = map(torch.from_numpy, sample[:3])
     lengths = (positions == 0).nonzero().flatten().diff(append=torch.tensor([len(tokens)])).tolist()
     cut = zip(tokens.split(lengths), labels.split(lengths), strict=True)
@@ -143,7 +143,7 @@ def _rewards(
 
 
 def _plainly(config: JobConfig, objective: Objective) -> list[tuple[float, float]]:
-    """The losses and gradient norms of one process."""
+    """Return the losses and gradient norms of one process."""
     second = config.training.distill.teacher or config.model.hf
     kind = AutoModelForCausalLM
     if config.training.objective == "reward":

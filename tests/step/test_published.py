@@ -33,7 +33,7 @@ CONFIG = JobConfig(
 
 
 def _transfers(rank: int) -> list[int]:
-    """The transfers of weights and gradients in each of three steps."""
+    """Return the transfers of weights and gradients in each of three steps."""
     mesh = Mesh(CONFIG.topology(4), rank)
     assert mesh[Axis.ZERO1].size == 2
     setattr(train_step, "Zero1Optimizer", partial(Zero1Optimizer, bucket_bytes=256))  # noqa: B010

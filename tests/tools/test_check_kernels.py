@@ -34,7 +34,7 @@ def _isp(folder: Path, text: str) -> Path:
 
 
 def _sources(folder: Path, parameters: str, ending: str, name: str = "chunk") -> Path:
-    """An unpacked fla-core, whose `fla.ops.rule` has the function from another module."""
+    """Return an unpacked fla-core, whose `fla.ops.rule` has the function from another module."""
     package = folder / "fla_core-9.1" / "fla" / "ops" / "rule"
     package.mkdir(parents=True)
     (package / "__init__.py").write_text(f"from .inside import {name}\n")

@@ -93,7 +93,7 @@ def _rotated(x: Tensor, scaling: str | None) -> Tensor:
 
 
 def _plainly(found: dict[str, Tensor], tokens: Tensor, scaling: str | None) -> Tensor:
-    """The logits of InternLM2: [S] -> [S, V]."""
+    """Return the logits of InternLM2: [S] -> [S, V]."""
 
     def norm(x: Tensor, name: str) -> Tensor:
         return x * (x.square().mean(-1, keepdim=True) + EPS).rsqrt() * found[f"{name}.weight"]
@@ -121,7 +121,7 @@ def _plainly(found: dict[str, Tensor], tokens: Tensor, scaling: str | None) -> T
 
 
 def _rotated_but_last(heads: Tensor, scaling: str | None) -> Tensor:
-    """A group's heads with q and k rotated: [S, H/G + 2, d]."""
+    """Return a group's heads with q and k rotated: [S, H/G + 2, d]."""
     return torch.cat([_rotated(heads[:, :-1], scaling), heads[:, -1:]], 1)
 
 

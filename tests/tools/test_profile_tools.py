@@ -30,7 +30,7 @@ def test_benchmark_has_a_line_for_each_mode(monkeypatch, capfd):
 
 
 def _timeline() -> tuple[dict, float]:
-    """A step as `profile.json` has it, and the share of its communication that is hidden."""
+    """Return a step as `profile.json` has it, and the share of its communication that is hidden."""
     (times,) = aligned(record(BEGINS, first_step(), MARKS))
     step, own = timeline(times, 0, number=0, zero=0.0), totals(times, 0)
     return json.loads(json.dumps(dataclasses.asdict(step))), 1 - own.exposed_ms / own.comm_ms

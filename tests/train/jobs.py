@@ -30,7 +30,7 @@ training: {{steps: 8, device: cpu}}
 
 
 def write_job(folder: Path) -> Path:
-    """A job of 2 ranks in `folder`, with its text; every run of it goes to `folder`/out."""
+    """Return a job of 2 ranks in `folder`, with its text; every run of it goes to `folder`/out."""
     words = "".join(f"word {i} of many\n" for i in range(400))
     (folder / "text.txt").write_text(words)
     path = folder / "job.yaml"
@@ -44,7 +44,7 @@ def run_forked(job: Path, *overrides: str, num_ranks: int = NUM_RANKS) -> None:
 
 
 def run_folders(job: Path, name: str = "job") -> list[Path]:
-    """The folders of all runs of `name`, oldest first."""
+    """Return the folders of all runs of `name`, oldest first."""
     paths = (job.parent / "out" / name).iterdir()
     return sorted(path for path in paths if path.is_dir() and not path.is_symlink())
 
@@ -56,7 +56,7 @@ def numbers(run: Path) -> list[tuple[int, float, float, float, int]]:
 
 
 def tensors(run: Path, step: int) -> dict[str, Tensor]:
-    """Every weight and optimizer state of a checkpoint, whole.
+    """Return every weight and optimizer state of a checkpoint, whole.
 
     Ranks' own values are left out: torch seeds its default generator, which nothing draws from,
     with another number in every process.

@@ -108,7 +108,7 @@ Series = dict[str, list[float]]
 
 
 def trained(names: Iterable[str], folder: Path) -> dict[str, Series]:
-    """The numbers of each of these layouts, run in `folder`."""
+    """Return the numbers of each of these layouts, run in `folder`."""
     for i in range(12):
         (folder / f"{i}.txt").write_text(
             "".join(f"document {i}, line {j}\n" for j in range(3 * i + 2))
@@ -138,14 +138,14 @@ def _model(hf: str, folder: Path) -> str:
 
 
 def recorded() -> dict[str, Series]:
-    """The numbers in the record."""
+    """Return the numbers in the record."""
     found: dict[str, Series] = json.loads(RECORD.read_text())
     return found
 
 
 def difference(found: Series, expected: Series) -> float:
-    """The largest relative difference of two runs; infinite if they are of other steps, or where a
-    number is not finite.
+    """Return the largest relative difference of two runs; infinite if they are of other steps, or
+    where a number is not finite.
     """
     if {k: len(v) for k, v in found.items()} != {k: len(v) for k, v in expected.items()}:
         return float("inf")

@@ -78,7 +78,7 @@ class Task:
     """Rows of a micro-batch that is not packed."""
 
     def batch(self, step: int, place: int) -> MicroBatch:
-        """Number `place` of the micro-batches in the global batch of `step`.
+        """Return number `place` of the micro-batches in the global batch of `step`.
 
         Documents have unequal lengths and masks. Every third step all odd places have no label:
         with two data ranks, one of them has not a single valid token. In step 7 nobody has.
@@ -198,7 +198,7 @@ class Run:
         return numbers
 
     def weights(self) -> Weights:
-        """Copies of this rank's shards by name."""
+        """Return copies of this rank's shards by name."""
         for item in self.parameters:
             self.optimizer.published(item.parameter)
         shards = {item.name: item.parameter.detach().double() for item in self.parameters}
@@ -225,7 +225,7 @@ def make_run(
     bucket_bytes: int = DEFAULT_BUCKET_BYTES,
     device: torch.device = CPU,
 ) -> Run:
-    """A run on this rank."""
+    """Return a run on this rank."""
     model = task.model
     if isinstance(model, ModelConfig):  # else a test's own
         model = language_model(model, str(dtype).removeprefix("torch."))
@@ -253,7 +253,9 @@ class Meshes:
         self._made: dict[Topology, Mesh] = {}
 
     def of(self, layout: Layout) -> Mesh:
-        """The mesh of `layout`; all ranks have to ask for the same ones in the same order."""
+        """Return the mesh of `layout`; all ranks have to ask for the same ones in the same
+        order.
+        """
         topology = layout.topology()
         if topology not in self._made:
             self._made[topology] = Mesh(topology, self._rank)
@@ -261,7 +263,7 @@ class Meshes:
 
 
 def largest_difference(found: Sequence[float], expected: Sequence[float]) -> float:
-    """The largest relative difference of two series; where 0 is expected, the value itself.
+    """Return the largest relative difference of two series; where 0 is expected, the value itself.
 
     NaN if one is: `max` would drop it.
     """

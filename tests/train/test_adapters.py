@@ -49,7 +49,7 @@ def _base(folder: Path) -> Any:
 
 
 def _initial(config: JobConfig, *, frozen: bool = False) -> dict[str, Tensor]:
-    """The weights that a run begins from, or its reference."""
+    """Return the weights that a run begins from, or its reference."""
     mesh = Mesh(Topology.create(1, ParallelConfig()), 0)
     built = build_model(
         trained_model(config).frozen() if frozen else trained_model(config),
@@ -63,7 +63,9 @@ def _initial(config: JobConfig, *, frozen: bool = False) -> dict[str, Tensor]:
 
 
 def _rows(config: JobConfig, steps: int) -> list[Rows]:
-    """The batches of the first steps, with the token behind each row, which is predicted, too."""
+    """Return the batches of the first steps, with the token behind each row, which is predicted,
+    too.
+    """
     train = open_datasets(config.data, seed=config.training.seed).train
     sampler = BatchSampler(dataset=train, micro_bsz=2, micro_num=2)
     found = []

@@ -29,7 +29,7 @@ validation: {{freq: 3, steps: 100}}
 
 @pytest.fixture
 def job(tmp_path: Path) -> Path:
-    """A job of 2 ranks, with its tokenizer and 60 conversations of 50 to 110 tokens."""
+    """Return a job of 2 ranks, with its tokenizer and 60 conversations of 50 to 110 tokens."""
     chat_folder(tmp_path / "model")
     talks = [
         {

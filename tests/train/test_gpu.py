@@ -84,7 +84,7 @@ def _mirrored(name: str, device: torch.device, *, overlap: bool) -> tuple[Number
 
 
 def _series(found: Numbers, expected: Numbers) -> Iterator[tuple[list[float], list[float]]]:
-    """The losses of both, then their norms."""
+    """Yield the losses of both, then their norms."""
     for index in (0, 1):
         yield [step[index] for step in found], [step[index] for step in expected]
 

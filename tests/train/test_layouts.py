@@ -154,7 +154,7 @@ def _grid() -> list[Case]:
 
 
 def _zero1() -> list[Case]:
-    """The sizes of zero1 that are neither all replicas (the grid's) nor the only one."""
+    """Return the sizes of zero1 that are neither all replicas (the grid's) nor the only one."""
     layouts = [
         Layout(tensor=2, weight=1, data=2, micro=3, zero1=2),
         Layout(tensor=2, weight=2, data=2, micro=3, zero1=1),
@@ -289,7 +289,7 @@ def _plainly(
     optimizer: OptimizerConfig = OPTIMIZER,
     trained: tuple[int, ...] = STEPS,
 ) -> tuple[Numbers, float]:
-    """The same of plain torch."""
+    """Return the same of plain torch."""
     layout = Layout(mode=Mode.MTP)
     initial = make_run(Meshes(0).of(layout), layout, task).weights()
     weights = {name: torch.from_numpy(array) for name, array in initial.items()}

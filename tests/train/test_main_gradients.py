@@ -20,7 +20,9 @@ TASK = Task(model=ModelConfig(num_heads=4, num_kv_heads=2, qkv_bias=True, **SIZE
 
 
 def _gradients(micro: int, *, beside: bool) -> tuple[dict[str, Tensor], int]:
-    """The sums of a step's micro-batches, and how many tensors of the shape of gate were made."""
+    """Return the sums of a step's micro-batches, and how many tensors of the shape of gate were
+    made.
+    """
     layout = Layout(mode=Mode.MTP, micro=micro)
     run = make_run(Mesh(layout.topology(), 0), layout, TASK, dtype=torch.float32)
     step: TrainStep = run.step

@@ -72,7 +72,7 @@ class Launchers:
 
 
 def _processes_in(folder: Path) -> list[int]:
-    """The processes that have been started in `folder`."""
+    """Return the processes that have been started in `folder`."""
     found = []
     for entry in Path("/proc").iterdir():
         if entry.name.isdecimal():

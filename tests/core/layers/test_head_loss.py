@@ -97,7 +97,7 @@ def _check(mesh: Mesh, mode: Mode, options: WeightConfig, chunk: int) -> None:
         head.weight.copy_(head.layouts["weight"].shard(wanted.weight))
 
     def own(t: Tensor) -> Tensor:
-        """This rank's tokens, as they come to the head."""
+        """Return this rank's tokens, as they come to the head."""
         return t.chunk(tensor.size, 1)[tensor.rank] if mode is not Mode.MTP else t
 
     x = own(wanted.x).clone().requires_grad_()

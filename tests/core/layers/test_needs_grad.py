@@ -103,7 +103,7 @@ class Bench:
         return t.chunk(data.size)[data.rank]
 
     def _own(self, t: Tensor) -> Tensor:
-        """This rank's part of what is between the layers."""
+        """Return this rank's part of what is between the layers."""
         if self.mesh.topology.mode is Mode.MTP:
             return self._rows(t)
         tensor = self.mesh[Axis.TENSOR]

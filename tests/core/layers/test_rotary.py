@@ -20,7 +20,9 @@ def _positions() -> Tensor:
 
 
 def _rotate_half(x: Tensor, positions: Tensor, inverse: Tensor, scale: float) -> Tensor:
-    """The usual formula, x cos + rotate_half(x) sin with cos and sin doubled to the head size."""
+    """Return the usual formula, x cos + rotate_half(x) sin with cos and sin doubled to the head
+    size.
+    """
     angles = positions[..., None].double() * inverse
     angles = torch.cat((angles, angles), dim=-1)[:, :, None]  # [B, S, 1, d]
     half = x.shape[-1] // 2

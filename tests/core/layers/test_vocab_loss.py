@@ -118,7 +118,8 @@ def test_loss_is_float32_inside() -> None:
 def _in_passes(
     rank: int, dtype: torch.dtype, length: int = S, device: str = "cpu"
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """The losses and the gradient of this rank's logits, compiled and eager; the logits end as it.
+    """Return the losses and the gradient of this rank's logits, compiled and eager; the logits end
+    as it.
 
     One target in four is ignored, and the gradient of the loss is not 1.
     """

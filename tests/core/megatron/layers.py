@@ -44,7 +44,7 @@ def group(log: CommLog | None = None) -> Channel:
 
 
 def drawn(*shape: int, seed: int = 1) -> Tensor:
-    """The same numbers on every rank."""
+    """Return the same numbers on every rank."""
     return torch.randn(shape, dtype=DTYPE, generator=torch.Generator().manual_seed(seed))
 
 
@@ -79,7 +79,9 @@ NAMES = {name: name for name in LINEARS}
 
 
 def features(y: Tensor, layer: Any, dim: int) -> Tensor:
-    """The part of the last dim of y that belongs to this rank's part of the weight's `dim`."""
+    """Return the part of the last dim of y that belongs to this rank's part of the weight's
+    `dim`.
+    """
     assert layer.layouts["weight"].dim == dim
     return torch.cat([y[..., a:b] for a, b in layer.layouts["weight"].intervals()], dim=-1)
 

@@ -85,7 +85,7 @@ class Layers:
 
     @torch.no_grad()
     def training(self, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """The residual behind the MLP, of this rank's tokens, and its norm, of all."""
+        """Return the residual behind the MLP, of this rank's tokens, and its norm, of all."""
         x = self.table(ids)
         y, _ = self.row(torch.tanh(self.column(self.norms[0](x))[0]))
         x = x + y
@@ -100,7 +100,7 @@ class Layers:
 
     @staticmethod
     def plain(ids: Tensor, *, bias: bool) -> tuple[Tensor, Tensor]:
-        """The same without ranks."""
+        """Return the same without ranks."""
         b1, b2 = (drawn(INNER, seed=3), drawn(WIDTH, seed=5)) if bias else (None, None)
         x = drawn(V, WIDTH)[ids]
         normed = F.rms_norm(x, (WIDTH,), drawn(WIDTH, seed=6), 1e-6)

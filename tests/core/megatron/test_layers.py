@@ -223,7 +223,7 @@ def test_embedding_equals_the_whole_table(world: int) -> None:
 
 
 def _initial(rank: int) -> list[Any]:
-    """Every layer's whole weight, put together from the ranks'."""
+    """Return every layer's whole weight, put together from the ranks'."""
     channel = group()
     torch.manual_seed(3)
     layers = nn.ModuleDict(

@@ -96,7 +96,7 @@ def _model(move: Move, xs: Sequence[Tensor], dim: int, parts: Sequence[int]) -> 
 
 
 def _inputs(move: Move, dim: int, parts: Sequence[int], seed: int) -> list[Tensor]:
-    """Each rank's tensor for a move: small whole numbers, whose float64 sums are exact."""
+    """Return each rank's tensor for a move: small whole numbers, whose float64 sums are exact."""
     whole = move in (Move.SPLIT, Move.REDUCE_SCATTER, Move.EXCHANGE)
     generator = torch.Generator().manual_seed(seed)
     xs = []

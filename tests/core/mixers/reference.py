@@ -124,7 +124,7 @@ def delta_kind(
     per_feature: bool = False,
     normalise: bool = True,
 ) -> Kind:
-    """The gated delta rule; with a decay for each feature, KDA."""
+    """Return the gated delta rule; with a decay for each feature, KDA."""
     g = (heads, key) if per_feature else (heads,)
     shapes = ((heads, value), g, (heads,)), ((groups, key),) * 2, (), (heads, key, value)
     rule = DeltaRule(normalise=normalise)

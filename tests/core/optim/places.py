@@ -31,12 +31,12 @@ class Spec(NamedTuple):
     """Their places in it, as indices."""
 
     def full(self, seed: int) -> Tensor:
-        """A float64 tensor that depends on name and seed alone."""
+        """Return a float64 tensor that depends on name and seed alone."""
         generator = torch.Generator().manual_seed(sum(map(ord, self.name)) * 1000 + seed)
         return torch.randn(self.shape, generator=generator, dtype=torch.float64)
 
     def layout(self, weight: int, index: int) -> ParameterLayout:
-        """The layout on rank `index` of a weight group of `weight` ranks."""
+        """Return the layout on rank `index` of a weight group of `weight` ranks."""
         cut = self.dim is not None
         return ParameterLayout(
             global_shape=self.shape,
@@ -53,7 +53,7 @@ class Spec(NamedTuple):
 def place(
     spec: Spec, mesh: Mesh, dtype: torch.dtype, device: torch.device | None = None
 ) -> ShardedParameter:
-    """This rank's shard of a parameter and its layout."""
+    """Return this rank's shard of a parameter and its layout."""
     layout = spec.layout(mesh[Axis.WEIGHT].size, mesh[Axis.WEIGHT].rank)
     shard = layout.shard(spec.full(0)).to(device, dtype).contiguous()
     return ShardedParameter(spec.name, nn.Parameter(shard), layout)
@@ -106,7 +106,9 @@ def go_backward_plainly(
 
 
 def loss(items: list[ShardedParameter], specs: list[Spec], mesh: Mesh, seed: int) -> Tensor:
-    """A loss on this rank whose gradients, summed over the ranks, are those of `full_loss`."""
+    """Return a loss on this rank whose gradients, summed over the ranks, are those of
+    `full_loss`.
+    """
     by_name = {spec.name: spec for spec in specs}
     total = torch.zeros((), dtype=torch.float64)
     for item in items:
@@ -123,6 +125,6 @@ def loss(items: list[ShardedParameter], specs: list[Spec], mesh: Mesh, seed: int
 def full_loss(
     spec: Spec, parameter: Tensor, seed: int, stage_ranks: int, pull: float = 0.1
 ) -> Tensor:
-    """The loss of a whole parameter: the sum over the ranks of its stage."""
+    """Return the loss of a whole parameter: the sum over the ranks of its stage."""
     slope = sum(spec.full(seed * 100 + rank) for rank in range(stage_ranks))
     return (parameter * slope).sum() + parameter.double().square().sum() * pull

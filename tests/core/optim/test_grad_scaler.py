@@ -22,7 +22,7 @@ PLAIN = OptimizerConfig(lr=1e-2, weight_decay=0.1)
 
 
 def scales(scaler: GradScaler, overflows: str) -> list[float]:
-    """The scale after each step: `x` is one that overflows."""
+    """Return the scale after each step: `x` is one that overflows."""
     found = []
     for step in overflows:
         scaler.update(overflow=step == "x")

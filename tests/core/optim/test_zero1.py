@@ -122,7 +122,7 @@ TIED = [*STAGED, Spec("embedding", (6, 2), dim=0), Spec("embedding", (6, 2), dim
 
 
 def _norm_with_tied_weights(rank: int, ranks: Topology, counted_elsewhere: list[str]) -> float:
-    """The gradient norm where both stages hold the (same) embedding."""
+    """Return the gradient norm where both stages hold the (same) embedding."""
     mesh = Mesh(ranks, rank)
     here = [s for s in TIED if s.stage == mesh[Axis.PIPELINE].rank]
     items = [place(spec, mesh, torch.float64) for spec in here]

@@ -82,7 +82,7 @@ class EchoChannel(Channel):
         return Pending(arrive, keep=(x,))
 
     def taken(self) -> list[str]:
-        """The events since the last call."""
+        """Return the events since the last call."""
         events, self.events = self.events, []
         return events
 
@@ -117,7 +117,7 @@ def echo_layers(
 
 
 def plain_linear(x: Tensor, layer: ParallelLinear) -> Tensor:
-    """A layer in plain torch, its full weight the shard twice, as an echo gathers it."""
+    """Return a layer in plain torch, its full weight the shard twice, as an echo gathers it."""
     bias = None if layer.bias is None else layer.bias.repeat(2)
     return F.linear(x, layer.weight.repeat(2, 1), bias)
 
@@ -237,7 +237,9 @@ def echo_net(
     unit: OverlapUnit = OverlapUnit.LAYER,
     max_reduce_bytes: int = 1 << 28,
 ) -> tuple[Net, ISPCommunicator, EchoChannel]:
-    """A declared net, its communicator with poisoned buffers, and the channel that takes notes."""
+    """Return a declared net, its communicator with poisoned buffers, and the channel that takes
+    notes.
+    """
     channel = EchoChannel()
     communicator = ISPCommunicator(
         channel,

@@ -26,7 +26,9 @@ TIED_HEAD = Block("head", (Use("head", "embedding"),))
 def block(
     name: str, uses: Iterable[str] = VISITS, *, recomputed: bool = False, input_kept: bool = True
 ) -> Block:
-    """A block whose uses read a weight of their own, except `attn`; names mark launch points."""
+    """Return a block whose uses read a weight of their own, except `attn`; names mark launch
+    points.
+    """
     points = {str(point): point for point in LaunchPoint}
     return Block(
         name,
@@ -48,7 +50,7 @@ def decoder(num_layers: int, fraction: float = 0.0, segment: int = 0) -> Chunks:
 
 
 def actions(text: str) -> tuple[Action, ...]:
-    """The order of work written as `F0 F1.1 B0`: kind, micro-batch, chunk if it is not 0."""
+    """Return the order of work written as `F0 F1.1 B0`: kind, micro-batch, chunk if it is not 0."""
     return tuple(
         Action(ActionKind(word[0]), *(int(number) for number in word[1:].split(".")))
         for word in text.split()

@@ -36,7 +36,7 @@ def listed(text: str) -> list[str]:
 
 
 def step(net: Net, communicator: ISPCommunicator, micro_batches: int = 1) -> list[Tensor]:
-    """A step without an update; the outputs."""
+    """Return a step without an update; the outputs."""
     communicator.begin(sequential_actions(micro_batches))
     outputs = []
     for m in range(micro_batches):

@@ -92,7 +92,7 @@ def gpu_net(
     num_recomputed: int = 0,
     vocab_size: int = 8,
 ) -> tuple[Net, ISPCommunicator]:
-    """A declared net on the GPU, with biases and poisoned buffers."""
+    """Return a declared net on the GPU, with biases and poisoned buffers."""
     communicator = ISPCommunicator(
         channel,
         ISPCommModelConfig(device=gpu()),

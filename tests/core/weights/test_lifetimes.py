@@ -22,7 +22,7 @@ REFUSAL = r"a collective of this communicator failed .*connection lost.*: its ra
 
 
 def forward(net: Net) -> Tensor:
-    """The output, which has to be that of the present weights."""
+    """Return the output, which has to be that of the present weights."""
     y = net(IDS)
     torch.testing.assert_close(y, net.plainly(IDS), rtol=1e-12, atol=1e-12)
     return y

@@ -49,7 +49,7 @@ WAYS = (
 
 
 def ways_of(world: int) -> tuple[Way, ...]:
-    """All on two ranks; what more of them change is where parameters are cut."""
+    """Return all on two ranks; what more of them change is where parameters are cut."""
     return WAYS if world == 2 else (WAYS[0], WAYS[-1])
 
 
@@ -73,7 +73,7 @@ class Bench:
         )
 
     def inputs(self, case: type[Case], step: int) -> list[list[Tensor]]:
-        """The input of each rank for each micro-batch, the same on all ranks."""
+        """Return the input of each rank for each micro-batch, the same on all ranks."""
         random = torch.Generator().manual_seed(step)
         shape = (B, S) if case.tokens else (B, S, D)
 

@@ -55,7 +55,9 @@ def uses(chunks: Chunks, order: tuple[Action, ...], unit: OverlapUnit) -> list[R
 def counted_gathers(
     chunks: Chunks, order: tuple[Action, ...], unit: OverlapUnit
 ) -> Counter[tuple[str, Phase]]:
-    """The gathers that the budget asks for, found by looking at all that lies between two uses."""
+    """Return the gathers that the budget asks for, found by looking at all that lies between two
+    uses.
+    """
     gathers: Counter[tuple[str, Phase]] = Counter()
     last: dict[str, int] = {}
     everything = uses(chunks, order, unit)
@@ -150,7 +152,7 @@ def any_block(rng: random.Random, name: str, weights: list[str]) -> Block:
 
 
 def any_order(rng: random.Random, num_chunks: int) -> tuple[Action, ...]:
-    """An order of work of a real schedule, or one in which only F before B is certain."""
+    """Return an order of work of a real schedule, or one in which only F before B is certain."""
     stages = rng.randint(1, 3)
     stage = rng.randrange(stages)
     kind = rng.choice(["interleaved", "1F1B", "zero bubble", "V", "evaluation", "any"])

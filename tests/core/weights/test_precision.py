@@ -76,7 +76,7 @@ def samples(rank: int, micro: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 
 def products(micro: int, dtype: torch.dtype) -> list[Tensor]:
-    """Each rank's full dW."""
+    """Return each rank's full dW."""
     pairs = (samples(rank, micro, dtype) for rank in range(WORLD))
     return [dy.T @ x for x, dy in pairs]
 

@@ -21,7 +21,7 @@ def planned(
     launch: LaunchPoint = LaunchPoint.WO,
     **options: bool,
 ) -> list[str]:
-    """The plan as text, after the simulation has found nothing wrong with it."""
+    """Return the plan as text, after the simulation has found nothing wrong with it."""
     result = plan(chunks, actions(order), Prefetch(unit=unit, launch=launch, **options))
     simulate(result, chunks, actions(order))
     return events(result, chunks)
@@ -85,7 +85,7 @@ def test_a_recompute_that_leaves_the_launch_point_out_launches_at_its_next_visit
 
 
 def _in_tiles(chunks: Chunks) -> Chunks:
-    """The MLPs of a decoder's layers in tiles."""
+    """Return the MLPs of a decoder's layers in tiles."""
 
     def tiled(block: Block) -> Block:
         if not block.name.startswith("layers"):

@@ -61,7 +61,7 @@ def _train(rank: int, case: tuple[nn.Module, JobConfig, list[Rows], Path]) -> An
 
 
 def _together(label: str) -> Iterator[str]:
-    """The parameters whose gradients a transfer carries: `q+k.weight.grad` those of two."""
+    """Yield the parameters whose gradients a transfer carries: `q+k.weight.grad` those of two."""
     parent, linears, local, _ = label.rsplit(".", 3)
     yield from (f"{parent}.{linear}.{local}" for linear in linears.split("+"))
 
@@ -145,7 +145,7 @@ def test_adapters_of_experts_train_and_merge_as_in_peft() -> None:
 
 
 def _renamed(on_experts: bool) -> Any:
-    """A model that folders name otherwise, and whose experts they have one by one."""
+    """Return a model that folders name otherwise, and whose experts they have one by one."""
     from peft import LoraConfig, get_peft_model
 
     names = ["experts.gate_up_proj", "experts.down_proj"] if on_experts else None
@@ -155,7 +155,7 @@ def _renamed(on_experts: bool) -> Any:
 
 
 def _named(rank: int, on_experts: bool) -> list[str]:
-    """The weights that differ from the state dict of the model by name or value."""
+    """Return the weights that differ from the state dict of the model by name or value."""
     model = _renamed(on_experts)
     before = {name: weight.clone() for name, weight in model.state_dict().items()}
     found = dict(isp.parallelize(model, job(2, 2)).named_weights())

@@ -24,7 +24,7 @@ MXFP4 = {"quant_method": "mxfp4"}
 
 
 def _in_fp8(weight: Tensor, size: list[int]) -> dict[str, Tensor]:
-    """Each block divided by its largest number, as DeepSeek's files have them."""
+    """Return each block divided by its largest number, as DeepSeek's files have them."""
     a, b = size
     rows, columns = (-(-n // of) for n, of in zip(weight.shape, size, strict=True))
     scales = torch.empty(rows, columns)

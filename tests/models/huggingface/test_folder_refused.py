@@ -28,7 +28,7 @@ ISP_2 = "--parallel.tensor.size=2"
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A small llama with its weights."""
+    """Return a small llama with its weights."""
     return write_folder(tmp_path / "model", "llama")
 
 

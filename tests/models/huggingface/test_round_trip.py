@@ -81,7 +81,7 @@ def _load(record: StepRecord) -> tuple[float, int | None] | None:
 
 @torch.no_grad()
 def _greedy(source: Path, run: Path) -> tuple[Tensor, Tensor]:
-    """The likeliest text after `PROMPT` by the weights of `run`, and all logits of it.
+    """Return the likeliest text after `PROMPT` by the weights of `run`, and all logits of it.
 
     Computed by the traced model of one process, from the beginning for each token.
     """
@@ -102,7 +102,7 @@ def _logits(chunk: StageModule, tokens: Tensor) -> Tensor:
 
 
 def _loaded(folder: Path) -> Any:
-    """The model that transformers makes of a folder, all of it in float64."""
+    """Return the model that transformers makes of a folder, all of it in float64."""
     model: Any = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
     return kept_in_float64(model).eval()
 

@@ -112,7 +112,9 @@ LLAMA4 = pytest.param(
 
 
 def _write(folder: Path, kind: str) -> Path:
-    """A folder with a small model of this type, its tower in another dtype than is trained."""
+    """Return a folder with a small model of this type, its tower in another dtype than is
+    trained.
+    """
     config = transformers.AutoConfig.for_model(kind, **KINDS[kind])
     torch.manual_seed(4)
     model = transformers.AutoModelForImageTextToText.from_config(config, dtype=torch.bfloat16)
@@ -124,7 +126,7 @@ def _write(folder: Path, kind: str) -> Path:
 
 
 def _loaded(folder: Path) -> Any:
-    """The model that transformers makes of a folder, in float64."""
+    """Return the model that transformers makes of a folder, in float64."""
     kind = transformers.AutoModelForImageTextToText
     return kept_in_float64(kind.from_pretrained(folder, dtype=torch.float64))
 

@@ -57,7 +57,7 @@ def _config(
 
 
 def _all_to_one() -> nn.Module:
-    """A model whose first layer sends every token to experts 1 and 2."""
+    """Return a model whose first layer sends every token to experts 1 and 2."""
     model = tiny("deepseek_v3", first_k_dense_replace=0)
     gate = model.model.layers[0].mlp.gate
     gate.e_score_correction_bias.copy_(torch.tensor([0.0, 9.0, 9.0, 0.0]))
@@ -65,7 +65,7 @@ def _all_to_one() -> nn.Module:
 
 
 def _only_experts_trained() -> nn.Module:
-    """A model in which no gradient enters the first experts' tokens, and some get none."""
+    """Return a model in which no gradient enters the first experts' tokens, and some get none."""
     model = tiny("gpt_oss", num_local_experts=8)
     model.requires_grad_(False)
     for layer in model.model.layers:
@@ -75,7 +75,7 @@ def _only_experts_trained() -> nn.Module:
 
 
 def _count_is_read() -> nn.Module:
-    """A model whose layers read how many experts there are, 3."""
+    """Return a model whose layers read how many experts there are, 3."""
     model = tiny("qwen3_moe", num_experts=3)
     for layer in model.model.layers:
         layer.mlp.register_forward_pre_hook(lambda mlp, x: (x[0] * mlp.experts.num_experts / 3,))
@@ -83,7 +83,7 @@ def _count_is_read() -> nn.Module:
 
 
 def _computed_ahead() -> nn.Module:
-    """A model with shared experts behind the others, whose gradients hooks change."""
+    """Return a model with shared experts behind the others, whose gradients hooks change."""
     model = tiny("glm4_moe", first_k_dense_replace=0, num_hidden_layers=2)
     for layer in model.model.layers:
         layer.mlp.shared_experts.register_full_backward_hook(lambda _, dx, __: (2 * dx[0],))

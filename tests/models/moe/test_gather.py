@@ -255,8 +255,8 @@ def test_experts_that_would_lose_gradients_are_refused() -> None:
 
 
 def _leased(rank: int, trouble: str) -> tuple[int, bool]:
-    """Bytes of whole weights that are left by a backward which does not go through all of the
-    experts; whether the gradients of that are right, or refused.
+    """Return bytes of whole weights that are left by a backward which does not go through all of
+    the experts; whether the gradients of that are right, or refused.
     """
     built = isp.parallelize(Chosen(trouble).double(), _job(0.0)).train_step.built
     (chunk,), communicator, right = built.chunks, built.communicator, True

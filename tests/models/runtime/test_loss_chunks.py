@@ -45,7 +45,7 @@ class Layout(NamedTuple):
     """Of `parallel.weight`, in isp."""
 
     def job(self, chunk: int = CHUNK) -> JobConfig:
-        """A configuration."""
+        """Return a configuration."""
         config = job(self.size, mode=self.mode)
         weight = WeightConfig(size=self.size, **self.keys) if self.mode is Mode.ISP else None
         return replace(
@@ -152,7 +152,7 @@ def test_a_vocabulary_that_does_not_divide_is_refused() -> None:
 
 
 def _largest(rank: int) -> dict[str, int]:
-    """The most elements of a tensor of logits, of 200 or of 100 that a rank has."""
+    """Return the most elements of a tensor of logits, of 200 or of 100 that a rank has."""
     found = {}
     for layout in LAYOUTS:
         run = isp.parallelize(tiny("gemma2", vocab_size=200), layout.job(chunk=80))

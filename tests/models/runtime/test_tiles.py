@@ -95,7 +95,7 @@ def test_tiles_train_as_one_piece() -> None:
 
 
 def _peak(rank: int) -> list[int]:
-    """Bytes at most in a step of a wide model, for tiles of so many tokens."""
+    """Return bytes at most in a step of a wide model, for tiles of so many tokens."""
     found = []
     for tokens in (0, 32, 8):
         sizes = {"intermediate_size": 2048, "num_hidden_layers": 2}

@@ -23,7 +23,7 @@ from tests.models.sharding.test_pipeline_split import Plain, UsesFirst
 
 
 def _router() -> nn.Module:
-    """A Llama whose MLP looks at its input beside the linears of its plan."""
+    """Return a Llama whose MLP looks at its input beside the linears of its plan."""
     model = tiny("llama")
     plain = type(model.model.layers[1].mlp)
 
@@ -36,7 +36,7 @@ def _router() -> nn.Module:
 
 
 def _counted_heads() -> nn.Module:
-    """A Llama that attends with all its heads, whatever its linears give."""
+    """Return a Llama that attends with all its heads, whatever its linears give."""
     model = tiny("llama")
     attention = model.model.layers[1].self_attn
 
@@ -57,7 +57,7 @@ def _counted_heads() -> nn.Module:
 
 
 def _own_vector() -> nn.Module:
-    """A Llama whose attention has a vector of its own, which a rank sees a part of."""
+    """Return a Llama whose attention has a vector of its own, which a rank sees a part of."""
     model = tiny("llama")
     attention = model.model.layers[1].self_attn
 
@@ -72,7 +72,7 @@ def _own_vector() -> nn.Module:
 
 
 def _outside() -> nn.Module:
-    """A Llama whose MLP reads, between its linears, what was made of its block's tokens."""
+    """Return a Llama whose MLP reads, between its linears, what was made of its block's tokens."""
     model = tiny("llama")
     block = model.model.layers[1]
 
@@ -90,7 +90,7 @@ def _outside() -> nn.Module:
 
 
 def _fewer_logits() -> nn.Module:
-    """A Llama that gives fewer logits than its head has."""
+    """Return a Llama that gives fewer logits than its head has."""
     model = tiny("llama")
 
     class _Fewer(type(model)):  # type: ignore[misc]
@@ -205,7 +205,7 @@ class _Between(nn.Module):
 
 
 def _changed(change: Callable[[Tensor], Tensor], *, inside: bool) -> Any:
-    """A Llama whose second MLP applies `change` before its row; if `inside`, in a module."""
+    """Return a Llama whose second MLP applies `change` before its row; if `inside`, in a module."""
     model = tiny("llama", num_key_value_heads=4)
     mlp = model.model.layers[1].mlp
 
@@ -273,7 +273,7 @@ def test_a_run_refuses_code_that_needs_all_features_before_ranks_start() -> None
 
 
 def _normed_heads() -> nn.Module:
-    """A Llama that normalizes what all heads give, together."""
+    """Return a Llama that normalizes what all heads give, together."""
     model = tiny("llama", num_key_value_heads=4)
     attention = model.model.layers[1].self_attn
     attention.o_proj.register_forward_pre_hook(lambda _, given: _rms_norm(given[0]))
@@ -281,7 +281,7 @@ def _normed_heads() -> nn.Module:
 
 
 def _fused() -> nn.Module:
-    """A Phi-3 whose plan cuts two linears in one as if they were one."""
+    """Return a Phi-3 whose plan cuts two linears in one as if they were one."""
     model = tiny("phi3")
     model._tp_plan = {
         **model.tp_plan,
@@ -292,7 +292,7 @@ def _fused() -> nn.Module:
 
 
 def _normed_logits(least: float = -torch.inf) -> nn.Module:
-    """A Llama whose logits have the mean 0; those below `least` become -inf."""
+    """Return a Llama whose logits have the mean 0; those below `least` become -inf."""
     model = tiny("llama")
 
     class _Normed(type(model)):  # type: ignore[misc]

@@ -29,7 +29,7 @@ class _Mixing(nn.Module):
 
 
 def followed_by(mix: Mix) -> Any:
-    """A model of which one norm is followed by `mix`."""
+    """Return a model of which one norm is followed by `mix`."""
     model = Own()
     model.blocks[1].norm2 = nn.Sequential(model.blocks[1].norm2, _Mixing(mix))
     return model

@@ -32,12 +32,14 @@ LAYOUT = Layout(mode=Mode.ISP, tensor=2, weight=2, data=2, micro=2)
 
 
 def allocate_too_much() -> Tensor:
-    """A tensor for which no machine has the addresses."""
+    """Return a tensor for which no machine has the addresses."""
     return torch.empty(2**60, dtype=torch.uint8)
 
 
 def _owners(rank: int, dtype: torch.dtype) -> tuple[dict[str, int], int, int, dict[str, int]]:
-    """The owners after two steps; elements of this rank's shards and rows; what pools hold."""
+    """Return the owners after two steps; elements of this rank's shards and rows; what pools
+    hold.
+    """
     run = make_run(Meshes(rank).of(LAYOUT), LAYOUT, Task(model=MODEL), dtype=dtype)
     run.numbers(range(2))
     communicator = run.step.communicator

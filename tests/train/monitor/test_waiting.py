@@ -17,7 +17,7 @@ from tests.train.jobs import run_folders, run_forked, write_job
 
 
 def _describe(rank: int, launched: tuple[float, ...]) -> str | None:
-    """A gather that every rank waits for at once, from its launch to 5."""
+    """Return a gather that every rank waits for at once, from its launch to 5."""
     mesh = Mesh(Topology.create(2, ParallelConfig(weight=WeightConfig(size=2))), rank)
     begin, tag = launched[rank], Tag(Purpose.WEIGHT, "a")
     transfer = TimedTransfer("all_gather", "weight", tag, 8, begin, 5.0, 5.0 - begin, True, begin)

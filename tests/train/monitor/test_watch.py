@@ -31,7 +31,7 @@ SLEEP_SECONDS = 0.05
 
 
 def told(watch: LossWatch, losses: list[float]) -> list[int]:
-    """The steps that the watch tells of, the first being 0."""
+    """Return the steps that the watch tells of, the first being 0."""
     return [step for step, loss in enumerate(losses) if watch.look(step, loss) is not None]
 
 

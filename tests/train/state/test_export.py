@@ -48,7 +48,7 @@ SAVED = [("isp", "mistral"), ("isp", "mixtral"), ("isp", "qwen3_moe"), ("mtp", "
 
 
 def _config(folder: Path, name: str) -> JobConfig:
-    """A configuration of the decoder `name`."""
+    """Return a configuration of the decoder `name`."""
     model = TypeAdapter(ModelConfig).dump_python(MADE[name], mode="json")
     values = {
         "model": model,
@@ -62,7 +62,7 @@ def _config(folder: Path, name: str) -> JobConfig:
 
 @pytest.fixture(scope="module")
 def models() -> dict[str, Any]:
-    """The model of transformers for each decoder, by its name."""
+    """Return the model of transformers for each decoder, by its name."""
     return {name: of_decoder(MADE[name], SEQ_LEN) for of in CASES.values() for name in of}
 
 

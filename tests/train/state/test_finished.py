@@ -31,7 +31,7 @@ EVALUATES = ["--data.valid_fraction=0.2", "--validation.freq=2", "--validation.s
 
 @pytest.fixture
 def job(tmp_path: Path) -> Path:
-    """A job whose text has many documents, so that some can be held out."""
+    """Return a job whose text has many documents, so that some can be held out."""
     path = write_job(tmp_path)
     for i in range(20):
         (tmp_path / f"doc_{i}.txt").write_text(f"document {i} " * 12)
@@ -44,7 +44,7 @@ def _run(job: Path, *words: str) -> None:
 
 
 def _records(run: Path) -> list[tuple[object, ...]]:
-    """The numbers of all steps, with their evaluations."""
+    """Return the numbers of all steps, with their evaluations."""
     losses = [record.val_loss for record in read_metrics(run / "metrics.jsonl")]
     return [(*step, loss) for step, loss in zip(numbers(run), losses, strict=True)]
 
@@ -139,7 +139,7 @@ def _end_by_torchrun(job: Path, launch: str) -> None:
 
 
 def _end_by_nproc(job: Path, launch: str) -> None:
-    """The command typed again: a launch of its own."""
+    """Return the command typed again: a launch of its own."""
 
     def start(nproc: int, command: Sequence[str]) -> int:
         try:

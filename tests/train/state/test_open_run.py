@@ -37,7 +37,7 @@ from tests.train.jobs import run_folders, run_forked, write_job
 
 @pytest.fixture(scope="module")
 def job(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A job of 8 steps on 2 ranks, with a run called trained that has ended after one."""
+    """Return a job of 8 steps on 2 ranks, with a run called trained that has ended after one."""
     job = write_job(tmp_path_factory.mktemp("job"))
     run_forked(job, "--training.steps", "1", "--job.name", "trained")
     return job
@@ -45,13 +45,13 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def trained(job: Path) -> Path:
-    """A checkpoint."""
+    """Return a checkpoint."""
     return run_folders(job, "trained")[0] / "checkpoint" / "step_1"
 
 
 @pytest.fixture
 def load(job: Path, tmp_path: Path) -> Callable[..., JobConfig]:
-    """The job with other keys, and a folder of its own for its runs."""
+    """Return the job with other keys, and a folder of its own for its runs."""
     return lambda *words: load_config(job, ["--job.dump_folder", str(tmp_path / "out"), *words])
 
 
@@ -161,7 +161,7 @@ def test_a_launch_file_that_was_cut_off_belongs_to_nobody(
 
 
 def _finished(config: JobConfig, trained: Path) -> Start:
-    """A run of the job that has finished at step 1, of which there is a checkpoint."""
+    """Return a run of the job that has finished at step 1, of which there is a checkpoint."""
     run = _open(config)
     shutil.copytree(trained, run.checkpoints / "step_1")
     run.folder.write_finished(1)

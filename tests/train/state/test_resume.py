@@ -47,7 +47,7 @@ MTP_2 = ParallelConfig(tensor=TensorConfig(size=2, mode=Mode.MTP))
 
 @pytest.fixture
 def config(tmp_path: Path) -> JobConfig:
-    """A job of 8 steps on 4 ranks, two rows of unequal documents a step."""
+    """Return a job of 8 steps on 4 ranks, two rows of unequal documents a step."""
     for i in range(12):
         (tmp_path / f"{i}.txt").write_text(f"document {i} " * (1 + 7 * i % 5))
     return JobConfig(
@@ -125,7 +125,7 @@ def _numbers(run: Path) -> list[StepRecord]:
 
 
 def _checkpoint(run: Path, step: int = STEPS) -> dict[str, Tensor]:
-    """Every tensor of a checkpoint, whole."""
+    """Return every tensor of a checkpoint, whole."""
     plain = run / "plain.pt"
     dcp_to_torch_save(CheckpointFolder(run / "checkpoint").published(step), plain)
     found: dict[str, Tensor] = torch.load(plain)
@@ -308,7 +308,7 @@ def test_a_run_goes_on_in_the_folder_of_the_latest(config):
 
 
 def _evaluating(config: JobConfig, monkeypatch: pytest.MonkeyPatch) -> JobConfig:
-    """A job that evaluates at its end alone; the rank dies in it."""
+    """Return a job that evaluates at its end alone; the rank dies in it."""
     monkeypatch.setattr(StepData, "validation", lambda self: _die())
     data = replace(config.data, valid_fraction=0.2)
     one = replace(config, parallel=ParallelConfig(), data=data)
