@@ -1,17 +1,16 @@
-"""Where the host would wait for its device: a guard for steps, on the CPU as on CUDA.
+"""Finds where the host would wait for its device in a step, on the CPU as on CUDA.
 
-On CUDA torch itself reports it. On the CPU nobody waits, so it follows from what is done to which
-tensors: all are the device's but those that are known to be the host's, which are given as such,
-made without a word of a device, or computed from the host's alone. Noted are
+On CUDA torch itself reports it. On the CPU nothing waits, so it is derived from the operations on
+tensors: all tensors are on the device except those known to be on the host, which are declared so,
+created without a device, or computed only from host tensors. Recorded are (1) values of device
+tensors that the host reads: by `item`, `tolist`, `numpy`, `cpu`, or a branch; (2) results whose
+size the host must know: `nonzero`, a mask as an index; (3) copies to the device other than by
+`pinned_memory.send`, and operations of a device tensor with a host tensor; copies to the host other
+than by `HostCopy`, and one that is waited for too early.
 
-- values of the device's that the host asks for: by `item`, `tolist`, `numpy`, `cpu`, by a branch;
-- results whose size the host has to know: `nonzero`, a mask as an index;
-- what comes to the device by another way than `pinned_memory.send`, or meets a tensor there that
-  has not come; what goes back by another way than `HostCopy`, and one that is waited for too early.
-
-It cannot see what an operation does inside, so neither the kernels of CUDA nor those of others;
-waits for events and streams, and for memory, that code asks for by name; and copies to the host
-that name it by a `torch.device`, which here is that of the device, too.
+Not seen are kernels inside an operation, of CUDA or of packages; waits for events, streams and
+memory that the code requests explicitly; and copies to the host given by a `torch.device`, which
+here is also that of the device.
 """
 
 from __future__ import annotations
@@ -50,7 +49,7 @@ _BY_INDEX = ("index", "index_put", "index_put_")
 
 
 class HostSyncs(TorchDispatchMode):
-    """While entered, `found` are the waits of the host: what it waits in, and for whom."""
+    """A context in which `found` collects the waits of the host: the function and the operation."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -66,12 +65,12 @@ class HostSyncs(TorchDispatchMode):
         self._patches = ExitStack()
 
     def take(self) -> list[str]:
-        """What was found since the last call."""
+        """Return the waits found since the last call."""
         found, self.found = self.found, []
         return found
 
     def of_host(self, *tensors: Tensor | None) -> None:
-        """Say that these are in host memory."""
+        """Declare that these tensors are in host memory."""
         for x in tensors:
             if x is not None:
                 self._host[_address(x)] = x.untyped_storage()
@@ -147,7 +146,7 @@ class HostSyncs(TorchDispatchMode):
         return self._moved(x) if self._is_host(x) else x
 
     def _moved(self, x: Tensor) -> Tensor:
-        """x as it would be on the device: another tensor."""
+        """Return x as a copy on the device: another tensor."""
         there = x.clone()
         self._host.pop(_address(there), None)
         return there
@@ -220,7 +219,7 @@ class HostSyncs(TorchDispatchMode):
 
 
 def _by_mask(args: tuple[Any, ...]) -> bool:
-    """Whether an index is a mask, whose elements have to be counted."""
+    """Return whether an index is a mask, whose elements have to be counted."""
     if len(args) > 2 and args[2].numel() == 1:
         return False  # is filled in by the mask
     return any(x is not None and x.dtype in (torch.bool, torch.uint8) for x in args[1])

@@ -1,9 +1,9 @@
-"""A mesh in one process whose other ranks do what this one does, over real process groups.
+"""A mesh in one process whose other ranks are mirror images, over real process groups.
 
-Each channel has a process group of one rank, and what it sends to itself is what all of its p ranks
-would bring: p equal pieces, or a sum of p equal gradients. So on one GPU transfers are work of
-NCCL's, on streams of NCCL's, and everything above runs as among several. What such a world trains
-on has no meaning, but it is the same on every device, to be compared in float64.
+Each channel has a process group of one rank, and sends to itself what all of its p ranks would
+send: p equal shards, or a sum of p equal gradients. So on one GPU NCCL runs the transfers on its
+own streams, and all code above them runs as on several ranks. The training of such a world has no
+meaning, but it is equal on every device, so it can be compared in float64.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 
 @contextmanager
 def one_rank(device: torch.device) -> Iterator[None]:
-    """Yield a world of this process alone, over NCCL for a GPU."""
+    """Enter a world of this process alone, over NCCL for a GPU."""
     on_gpu = device.type == "cuda"
     dist.init_process_group(
         "nccl" if on_gpu else "gloo",
@@ -43,7 +43,7 @@ def one_rank(device: torch.device) -> Iterator[None]:
 
 
 class MirrorChannel(Channel):
-    """Rank `rank` of `size`, which all do the same."""
+    """Rank `rank` of `size` ranks with equal data."""
 
     def __init__(
         self, group: dist.ProcessGroup, size: int, rank: int, name: str, log: CommLog

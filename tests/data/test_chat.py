@@ -221,7 +221,9 @@ def test_tools_and_variables_reach_the_template(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("template", [CHATML, CHATML_MARKED])
 def test_messages_of_weight_0_are_not_trained(tmp_path: Path, template: str) -> None:
-    """Catches a message of weight 0 that is trained, or removed from the rendered text."""
+    """Catches a message of weight 0 that is trained, and a `weight` key that reaches the
+    template.
+    """
     folder = chat_folder(
         tmp_path, template.replace("message.role +", "message.role ~ message.weight ~")
     )
@@ -261,10 +263,10 @@ def test_messages_of_weight_0_are_not_trained(tmp_path: Path, template: str) -> 
         ),
     ],
 )
-def test_a_turn_interrupted_by_other_text_is_refused(
+def test_messages_not_rendered_once_in_order_are_refused(
     tmp_path: Path, template: str, place: str
 ) -> None:
-    """Catches a turn that is dropped, or other text in it that is silently trained."""
+    """Catches a turn that is dropped, and text of another turn that is silently trained."""
     folder = chat_folder(tmp_path, template)
     with pytest.raises(
         ValueError, match=rf"talks, line 3, message {place} does not appear .*template"
@@ -276,7 +278,7 @@ def test_a_turn_interrupted_by_other_text_is_refused(
 
 
 def test_a_turn_with_another_header_than_the_prompt_is_refused(tmp_path: Path) -> None:
-    """Catches a header that is trained because it differs from that of the prompt."""
+    """Catches a trained header of a turn, which does not match the generation prompt."""
     folder = chat_folder(tmp_path, CHATML.replace("<|im_start|>assistant", "<|im_start|>bot"))
     with pytest.raises(ValueError, match="line 3, message 3: the chat template does not begin it"):
         load(folder).example(TALK, "talks, line 3")

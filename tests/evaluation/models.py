@@ -1,4 +1,4 @@
-"""Small models of transformers in float64, and their continuations of prompts."""
+"""Small models of transformers in float64, and their greedy continuations of prompts."""
 
 from __future__ import annotations
 
@@ -118,9 +118,10 @@ def made(family: str) -> Any:
 
 
 def _without_ties(model: Any) -> Any:
-    """Return a model whose indexers have no ties: two heads are never both zero after the ReLU.
+    """Return the model with indexers that have no ties: two heads are never both zero after the
+    ReLU.
 
-    Which of several equal keys is chosen depends on how many there are.
+    The choice between equal keys depends on their number, so layouts could differ.
     """
     for name, parameter in model.named_parameters():
         if name.endswith("indexer.wq_b.weight"):

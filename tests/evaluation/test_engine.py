@@ -1,7 +1,4 @@
-"""Logits of packed documents equal those of transformers in each layout.
-
-Catches wrong masks, states at the beginnings of documents, padding, and gathers.
-"""
+"""Logits of packed documents equal those of transformers in each layout."""
 
 from __future__ import annotations
 
@@ -55,11 +52,13 @@ def check(found: Tensor, family: str, name: str) -> None:
 
 
 @pytest.mark.parametrize("family", [*FAMILIES, *HYBRIDS])
-def test_logits_are_those_of_transformers(family: str) -> None:
+def test_logits_equal_those_of_transformers(family: str) -> None:
+    """Catches wrong masks, states at the start of documents, padding, and gathers."""
     check(logits_of(0, (family, ParallelConfig())), family, family)
 
 
-def test_logits_are_the_same_in_every_layout() -> None:
+def test_logits_are_equal_in_every_layout() -> None:
+    """Catches wrong masks, states, padding and gathers of one layout."""
     cases = {f"gemma3_text {mode}": ("gemma3_text", parallel_of(mode, 2)) for mode in Mode}
     cases["gpt2 isp"] = "gpt2", parallel_of(Mode.ISP, 2)
     hybrids = "qwen3_next", "jamba", "olmo_hybrid", "deepseek_v32", "minimax_m3_vl_text (sparse)"

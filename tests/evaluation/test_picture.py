@@ -1,4 +1,4 @@
-"""The picture of an evaluation: its numbers, and names that do not overlap."""
+"""The figure of an evaluation: its numbers, and labels that do not overlap."""
 
 from __future__ import annotations
 
@@ -54,8 +54,8 @@ def drawn(evaluation: Evaluation, file: Path) -> Figure:
     return figure
 
 
-def test_both_parts(tmp_path: Path) -> None:
-    """Catches a loss in another place, lengths and depths that are exchanged, and a wrong line."""
+def test_losses_and_passkeys_are_drawn(tmp_path: Path) -> None:
+    """Catches a loss at another position, swapped lengths and depths, and a wrong line."""
     figure = drawn(EVALUATION, tmp_path / "both.png")
     losses, passkeys = figure.axes
     assert losses.lines[0].get_ydata()[:2].tolist() == [2.0, 10.0]
@@ -72,7 +72,7 @@ def test_both_parts(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("part", ["text", "passkeys"])
-def test_one_part(part: str, tmp_path: Path) -> None:
+def test_one_part_is_drawn_alone(part: str, tmp_path: Path) -> None:
     """Catches an empty panel, and a line at a length that is not known."""
     other = {"text": "passkeys", "passkeys": "text"}[part]
     found = replace(EVALUATION, trained_length=None, **{other: None})
@@ -80,8 +80,8 @@ def test_one_part(part: str, tmp_path: Path) -> None:
     assert len(axes.lines) == (part == "text")
 
 
-def test_names_do_not_overlap(tmp_path: Path) -> None:
-    """Catches names of long ranges that are written over each other, or over the axis's name."""
+def test_labels_do_not_overlap(tmp_path: Path) -> None:
+    """Catches labels of long ranges that overlap each other or the label of the axis."""
     assert EVALUATION.text is not None
     ends = [2**power for power in range(14, 21)]
     buckets = tuple(
@@ -101,10 +101,10 @@ def test_names_do_not_overlap(tmp_path: Path) -> None:
     assert min(b - a for a, b in pairwise(ends_at)) > 2.5 * height
 
 
-def test_matplotlib_is_missing(
+def test_missing_matplotlib_is_reported_first(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Catches an evaluation that cannot be drawn in the end."""
+    """Catches an evaluation that fails only at its end, when it is drawn."""
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     assert main(["evaluate", str(tmp_path), "--png", str(tmp_path / "a.png")]) == 2
     error = capsys.readouterr().err

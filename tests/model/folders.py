@@ -1,4 +1,4 @@
-"""Models of transformers that are computed in float64 throughout."""
+"""Models of transformers that compute entirely in float64."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def of_decoder(keys: ModelConfig, context: int) -> Any:
 
 
 def loaded(folder: Path) -> Any:
-    """What transformers makes of a folder, in float64 throughout."""
+    """Return the model that transformers loads from a folder, entirely in float64."""
     import transformers
 
     return in_float64(transformers.AutoModelForCausalLM.from_pretrained(folder))
@@ -47,7 +47,7 @@ def in_float64(model: Any) -> Any:
 
 class _Made(nn.Module):
     def forward(self, kind: Callable[..., nn.Module], *args: Any) -> nn.Module:
-        """A module whose angles are not rounded, either."""
+        """Return a module whose rotary angles are not rounded either."""
         return kind(*args)
 
 
