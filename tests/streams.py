@@ -1,16 +1,15 @@
-"""A device with streams that is not there: who may touch what memory when, followed on the CPU.
+"""A simulated device with streams: checks the order of memory accesses on the CPU.
 
-Within `Device` the project queues its work on streams as on CUDA, and NCCL's transfers are those of
-gloo. All of it is really done at once and in order, so the numbers are right whatever the code
-forgets. What the order of a device would be is followed beside it: each stream counts what is
-queued on it, and what waits for another takes over that one's counts (a vector clock). Noted are
+Inside `Device` the project queues its work on streams as on CUDA, and gloo's transfers take the
+place of NCCL's. All work runs at once and in order, so results are right even if the code forgets
+to wait. The order on a device is tracked separately: each stream counts its queued work, and a
+stream that waits for another takes over its counts (a vector clock). Recorded are (1) a tensor read
+before its write has ended, or written before its reads have ended; (2) memory freed while its
+allocator could reuse it too early: for the stream it was allocated on, if that has not waited for
+all accesses.
 
-- a tensor that is read before what wrote it, or written before what reads it, would be over;
-- memory that is freed while its allocator would lend it again too early: to the stream it was made
-  on, which has not waited for all that touches it.
-
-Source: Lamport 1978; the rules of memory are those of torch's CUDACachingAllocator, those of
-transfers of ProcessGroupNCCL, which keeps what travels until something first waits for it.
+Sources: Lamport 1978; the memory rules are those of torch's CUDACachingAllocator, the transfer
+rules those of ProcessGroupNCCL, which keeps tensors in flight until something waits for them.
 """
 
 from __future__ import annotations
@@ -58,7 +57,7 @@ _TRANSFERS = {
 
 
 class Stream:
-    """A queue of the device."""
+    """A queue of the simulated device."""
 
     def __init__(self, device: Device, name: str) -> None:
         self.device = device
@@ -66,13 +65,13 @@ class Stream:
         self.seen: Counts = {}
 
     def advance(self) -> int:
-        """Queue something; its number."""
+        """Queue an operation; return its number."""
         _join(self.seen, self.device.host)
         self.seen[self] = self.seen.get(self, 0) + 1
         return self.seen[self]
 
     def wait_for(self, counts: Counts) -> None:
-        """What is queued from here on begins when `counts` are over."""
+        """Make later operations start after `counts` have ended."""
         _join(self.seen, counts)
 
     def __repr__(self) -> str:
@@ -104,7 +103,7 @@ class Event:
 
 
 class Work:
-    """A transfer of gloo's as NCCL's: a wait makes the current stream wait."""
+    """A gloo transfer with the semantics of NCCL's: a wait makes the current stream wait."""
 
     def __init__(
         self, device: Device, name: str, real: dist.Work, wire: Stream, stash: list[Tensor]
@@ -128,7 +127,7 @@ class Work:
 
 @dataclass(eq=False)
 class _Memory:
-    """What has touched a piece of memory."""
+    """The accesses to one piece of memory."""
 
     shape: tuple[int, ...]
     made_by: str
@@ -144,7 +143,7 @@ class _Memory:
     """What touched it last on each stream."""
 
     def late(self, entries: Counts, over: Counts) -> list[str]:
-        """Those of `entries` that are not known to be over."""
+        """Return those of `entries` that are not known to have ended."""
         late = (s for s, number in entries.items() if over.get(s, 0) < number)
         return [f"{self.whom[s]} on {s}" for s in late]
 
@@ -153,7 +152,9 @@ class _Memory:
 
 
 class Device(TorchDispatchMode):
-    """While entered, this process has streams; `faults` are what a real device might get wrong."""
+    """A context in which this process has streams; `faults` lists what a real device might get
+    wrong.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -261,7 +262,7 @@ class Device(TorchDispatchMode):
     # -- memory ------------------------------------------------------------------------------
 
     def _of(self, tensor: Tensor, name: str = "before") -> _Memory:
-        """Return the memory of `tensor`, made now if it is new."""
+        """Return the record of `tensor`'s memory, created if it is new."""
         storage = tensor.untyped_storage()
         address = storage._cdata
         if address not in self._memory:
@@ -273,7 +274,7 @@ class Device(TorchDispatchMode):
     def _touch(
         self, stream: Stream, name: str, used: Iterable[Tensor], written: Iterable[Tensor]
     ) -> None:
-        """`stream` reads `used`, but for what it writes, and writes `written`."""
+        """Record that `stream` reads `used`, except what it writes, and writes `written`."""
         number = stream.advance()
         self.touched += 1
         writes = {id(m): m for m in map(self._of, written)}

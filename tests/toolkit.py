@@ -1,4 +1,4 @@
-"""The layers of a small model for a mode, made of the classes of `isp.core.layers`."""
+"""Layers of a small model for any mode, built from the classes of `isp.core.layers`."""
 
 from __future__ import annotations
 
@@ -42,7 +42,9 @@ CPU = torch.device("cpu")
 
 @dataclass(frozen=True, kw_only=True)
 class ToolkitLayers(RankLayers):
-    """A model's code is the same in every mode; one rank in isp mode, unless said otherwise."""
+    """Builds layers so that a model's code is the same in every mode; by default isp on one
+    rank.
+    """
 
     mode: Mode = Mode.ISP
     tensor: Channel = field(default_factory=lambda: Channel.solo("tensor"))
@@ -53,7 +55,7 @@ class ToolkitLayers(RankLayers):
 
     @property
     def feature_parts(self) -> int:
-        """The ranks over which features are split."""
+        """The number of ranks over which features are split."""
         return self.tensor.size if self.splits_features else 1
 
     def column(
@@ -76,7 +78,7 @@ class ToolkitLayers(RankLayers):
     def row(
         self, in_features: int, out_features: int, *, bias: bool = False, std: float
     ) -> ParallelLinear:
-        """Return a linear from split `in_features`, the dual of `column`."""
+        """Return a linear from split `in_features`, the counterpart of `column`."""
         assert in_features % self.feature_parts == 0, (in_features, self.tensor)
         bias_layout = None
         if bias and self.splits_features:
@@ -95,8 +97,8 @@ class ToolkitLayers(RankLayers):
         return _begins(layer, std)
 
     def embedding(self, vocab_size: int, hidden_size: int, *, std: float) -> Table:
-        """Return the table of token embeddings, split by vocabulary (in isp mode, if asked, by
-        hidden).
+        """Return the token embedding, split by vocabulary (in isp mode optionally by hidden
+        size).
         """
         layout, communicator = self.sharded_layout((vocab_size, hidden_size), dim=0), None
         if not self.splits_features:
@@ -119,9 +121,9 @@ class ToolkitLayers(RankLayers):
         tied_to: Table | None = None,
         loss_chunk_tokens: int = 0,
     ) -> Head:
-        """Return the linear to the logits, split by vocabulary; may share the embedding's table.
+        """Return the linear to the logits, split by vocabulary; it may share the embedding's table.
 
-        Its loss is computed `loss_chunk_tokens` tokens at a time, 0: all at once.
+        Its loss is computed `loss_chunk_tokens` tokens at a time, or with 0 all at once.
         """
         layout = self.sharded_layout((vocab_size, hidden_size), dim=0)
         if tied_to is not None:
@@ -147,19 +149,19 @@ class ToolkitLayers(RankLayers):
 
 
 class Head(ParallelLinear):
-    """The linear to the logits, split by vocabulary; and the loss of them."""
+    """The linear to the logits, split by vocabulary, and their loss."""
 
     losses: HeadLoss
 
     def forward(
         self, x: Tensor, labels: Tensor | None = None, expected: Tensor | None = None
     ) -> Tensor:
-        """The logits, [B, S', D] -> [B, S', V'], or with `labels` the total of `losses`, []."""
+        """Return the logits, [B, S, D] -> [B, S, V'], or with `labels` the sum of their losses."""
         return super().forward(x) if labels is None else self.losses.total(x, labels, expected)
 
 
 class RMSNorm(ParallelModule):
-    """torch's, with a weight that every rank holds whole."""
+    """torch's RMSNorm with a weight that every rank holds whole."""
 
     weight: nn.Parameter
 
@@ -175,7 +177,7 @@ class RMSNorm(ParallelModule):
 
 
 class Table(ParallelModule):
-    """Token embeddings, by whatever communicator and moves."""
+    """Token embeddings with any communicator and transfers."""
 
     weight: nn.Parameter
     bias: nn.Parameter | None = None
@@ -191,8 +193,8 @@ class Table(ParallelModule):
 
 
 class Operations(TorchDispatchMode):
-    """Calls `note(name, args, out)` behind every operation of torch's, such as `mm`; `args` are all
-    of its arguments, by place or by name.
+    """Calls `note(name, args, out)` after every torch operation, such as `mm`; `args` are all
+    arguments, positional or by name.
     """
 
     def __init__(self, note: Callable[[str, tuple[Any, ...], Any], object]) -> None:
@@ -217,7 +219,7 @@ def topology(
     context: int = 1,
     **keys: bool,
 ) -> Topology:
-    """Of groups of these sizes; `keys` are others of `parallel.weight`."""
+    """Return the topology of groups of these sizes; `keys` are others of `parallel.weight`."""
     parallel = ParallelConfig(
         tensor=TensorConfig(size=tensor, mode=mode),
         weight=WeightConfig(size=weight, **keys),
@@ -245,14 +247,14 @@ M = TypeVar("M", bound=ParallelModule)
 
 
 def _begins(layer: M, std: float) -> M:
-    """Return the layer, whose weight begins with numbers of this standard deviation."""
+    """Return the layer after setting the standard deviation of its initial weight."""
     layer.init_std = std
     return layer
 
 
 @torch.no_grad()
 def init_weights(model: nn.Module, seed: int) -> None:
-    """Give every parameter its part of the weights of `seed`; norms are 1, biases 0."""
+    """Set every parameter to its part of the weights of `seed`; norms are 1, biases 0."""
     for item in named_parameters(model):
         owner, _, local = item.name.rpartition(".")
         std = getattr(model.get_submodule(owner), "init_std", None)

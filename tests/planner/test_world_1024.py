@@ -1,4 +1,4 @@
-"""Layouts of 1,024 ranks from start to end in one process, over groups that move nothing.
+"""Layouts of 1,024 ranks, from start to end in one process, over groups that transfer nothing.
 
 Pipelines are left out, since stages send each other the shapes of their tensors.
 """
@@ -38,7 +38,7 @@ RANK = 777
 
 
 class _FakeMesh(Mesh):
-    """Mesh whose host group has the fake backend, too, which needs no other rank."""
+    """A mesh whose host group also has the fake backend, which needs no other rank."""
 
     def open_host(self, axis: Axis, name: str) -> Channel:
         return self[Axis.WORLD]
@@ -68,8 +68,8 @@ def _one_rank(_: int, layout: Layout, rank: int) -> tuple[Counts, int]:
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_a_step_of_1024_ranks_is_as_planned(name: str) -> None:
-    """Catches group arithmetic, shards or counts that hold for a few ranks alone."""
+def test_a_step_of_1024_ranks_equals_its_plan(name: str) -> None:
+    """Catches group arithmetic, shards or counts that are only right for a few ranks."""
     layout = LAYOUTS[name]
     assert layout.world == WORLD
     ((transfers, held),) = run_ranks(1, _one_rank, layout, RANK)

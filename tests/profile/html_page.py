@@ -1,4 +1,4 @@
-"""Reads an HTML page as a browser does, and records what it must not contain."""
+"""Reads an HTML page as a browser does, and records content that it must not have."""
 
 from __future__ import annotations
 

@@ -63,7 +63,7 @@ def _aligned(mode: Mode) -> list[RankTimes]:
     return align(run_ranks(2, _record, mode))
 
 
-def test_isp_steps():
+def test_steps_in_isp_mode_are_recorded():
     """Catches a transfer that is lost, in the wrong phase, block or step, or without its times."""
     for times in _aligned(Mode.ISP):
         for step in range(1, STEPS):
@@ -122,8 +122,8 @@ def _check_marks(times: RankTimes) -> None:
     assert all(m.memory_gib > 0 for m in marks if not m.site)
 
 
-def test_mtp_steps():
-    """Catches modes without gathers being left without phases, blocks or recompute."""
+def test_steps_in_mtp_mode_are_recorded():
+    """Catches modes without gathers recorded without phases, blocks or recomputation."""
     for times in _aligned(Mode.MTP):
         own = step_collectives(times, 1)
         sums = Counter((c.phase, c.block) for c in own if c.channel == "tensor" and c.block)

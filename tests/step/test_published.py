@@ -1,4 +1,4 @@
-"""Gathers of weights that the optimizer is still publishing."""
+"""Gathers of weights that the optimizer is still sending."""
 
 from __future__ import annotations
 
@@ -55,6 +55,6 @@ def _transfers(rank: int) -> list[int]:
 
 
 def test_a_step_gathers_weights_once() -> None:
-    """Catches a gather ahead of weights that are not published yet: it has to be repeated."""
+    """Catches a gather before weights are published, which would have to be repeated."""
     for first, *others in run_ranks(4, _transfers):
         assert others == [first, first]

@@ -1,4 +1,4 @@
-"""Rows that differ within a tensor group, which no loss shows."""
+"""Rows that differ within a tensor group, which no loss reveals."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def _sum(scores: TokenScores, _: Mapping[str, Any]) -> Tensor:
 
 
 def _micro_batches(run: ParallelRun, rank: int) -> Any:
-    """Of which the second differs."""
+    """Run micro-batches of which the second differs between ranks."""
     batches = [{"input_ids": IDS}, {"input_ids": IDS.roll(rank)}]
     return run.forward_backward(batches, _sum)
 
@@ -89,7 +89,9 @@ DIFFERENT = [
 
 
 def _told(rank: int, _: None) -> Any:
-    """What is said of each, on all ranks; it changes nothing, at the first step and later."""
+    """Return the errors of all calls in DIFFERENT, raised in the first step and later, and the
+    results.
+    """
     run, said = isp.parallelize(tiny("llama"), job(2, 2)), {}
 
     def go_wrong(run: ParallelRun, _: Rows) -> None:
@@ -100,7 +102,7 @@ def _told(rank: int, _: None) -> Any:
     return said, found
 
 
-def test_ranks_of_a_tensor_group_with_other_rows_are_named_on_all_ranks() -> None:
+def test_different_rows_in_a_tensor_group_are_an_error_on_all_ranks() -> None:
     """Catches a loss of parts of several sequences, in each call that takes rows."""
     expected = trained_plainly(tiny("llama"), DATA)
     for rank, (said, found) in enumerate(run_ranks(4, _told, None)):
@@ -113,13 +115,13 @@ def test_ranks_of_a_tensor_group_with_other_rows_are_named_on_all_ranks() -> Non
 
 
 def _staged(rank: int, config: JobConfig) -> str:
-    """As from a loader on the first stage alone."""
+    """Return the error for rows that differ, as from a loader on the first stage only."""
     run = isp.parallelize(tiny("llama"), config)
     return raised(run.forward_backward, [{"input_ids": IDS.roll(rank)}] * 2, _sum)
 
 
 def _read_late(rank: int, config: JobConfig) -> str:
-    """As on CUDA, where the host has not read what was compared before the step."""
+    """Return the error for rows that the host has not compared before the step, as on CUDA."""
     run = isp.parallelize(tiny("llama"), config)
     with HostSyncs() as guard:
         guard.of_host(IDS)
@@ -139,8 +141,8 @@ def _read_late(rank: int, config: JobConfig) -> str:
     return said
 
 
-def test_stages_and_late_reads_are_told_apart() -> None:
-    """Catches stages of other rows, and an update by gradients of rows that differed."""
+def test_different_rows_of_stages_and_late_reads_are_found() -> None:
+    """Catches stages with other rows, and an update by gradients of rows that differed."""
     stages = replace(job().parallel, pipeline=PipelineConfig(size=2))
     staged = replace(job(), parallel=stages, data=replace(job().data, micro_num=2))
     for call, config in ((_staged, staged), (_read_late, job(2, 2))):

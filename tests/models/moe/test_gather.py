@@ -307,7 +307,7 @@ LAYOUTS = "1x4, 2x2x2, mtp2, fsp2, 1x2 1F1B 2"
 
 
 @pytest.mark.slow
-def test_the_decoder_with_experts_trains_alike_in_every_layout() -> None:
+def test_the_decoder_with_experts_trains_equally_in_every_layout() -> None:
     """Catches a shared expert summed or split wrongly, and a router gradient of some tokens
     only.
     """

@@ -69,6 +69,6 @@ def test_rows_too_long_to_be_compared_are_refused() -> None:
 
 
 @pytest.mark.parametrize("name", NEAR)
-def test_code_that_computes_alike_at_any_length_is_accepted(name: str) -> None:
+def test_code_that_does_not_depend_on_the_row_length_is_accepted(name: str) -> None:
     """Catches models refused for sizes that depend on the length, or for tiles."""
     TracedModel(NEAR[name]()).check_length(ParallelConfig(), 256)
