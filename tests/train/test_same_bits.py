@@ -1,4 +1,4 @@
-"""When weights are gathered, in which buffers, and where block inputs lie, changes no bit."""
+"""When weights are gathered, into which buffers, and where block inputs are, changes no bit."""
 
 from __future__ import annotations
 
@@ -55,14 +55,14 @@ SEGMENTS = {**OFFLOADED, "checkpoint_segment": 3}
 
 
 class Way(NamedTuple):
-    """How weights travel, and which blocks are computed again."""
+    """How weights are gathered, and which blocks are recomputed."""
 
     weight: WeightConfig
     keys: Mapping[str, Any] = {}
 
 
 class Result(NamedTuple):
-    """What a rank came to, and how."""
+    """The results of a rank, and counts of what it did."""
 
     numbers: Numbers
     weights: Weights
@@ -126,8 +126,8 @@ def _same_bits(rank: int, groups: list[tuple[Layout, list[Way], torch.dtype]]) -
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("world", sorted({layout.world for layout, *_ in GROUPS}))
 def test_every_way_gives_the_same_bits(world: int) -> None:
-    """Catches a weight read before it is there or after its buffer is used again, a lost sum, an
-    input that comes back as another; and, in bfloat16, gradients summed in another order.
+    """Catches a weight read too early or after its buffer is reused, a lost sum, a wrong restored
+    input, and, in bfloat16, gradients summed in another order.
     """
     for layers in {max(3, 2 * layout.pipeline * layout.chunks) for layout, *_ in GROUPS}:
         for dtype in ("float64", "bfloat16"):
