@@ -37,14 +37,14 @@ _MADE_BY = (
     *("randn", "randperm", "zeros"),
 )
 _OF_NUMBERS = ("as_tensor", "asarray", "scalar_tensor", "tensor")
-"""They read numbers of the host, and copy them to a device that is named."""
+"""Functions that copy numbers of the host to a given device."""
 _VALUES = ("__array__", "cpu", "numpy", "tolist")
-"""Methods that give the host a tensor's values, beside those that come to one number each."""
+"""Methods that return a tensor's values, other than those that return one number."""
 _SIZES = (
     *("_local_scalar_dense", "_unique2", "allclose", "bincount", "equal", "is_nonzero"),
     *("masked_select", "nonzero", "unique_consecutive", "unique_dim"),
 )
-"""Operations after which the host has a value, or the size of a result."""
+"""Operations whose result, or its size, the host must know."""
 _BY_INDEX = ("index", "index_put", "index_put_")
 
 
@@ -55,13 +55,13 @@ class HostSyncs(TorchDispatchMode):
         super().__init__()
         self.found: list[str] = []
         self.followed = 0
-        """Operations on the device's tensors."""
+        """Number of operations on device tensors."""
         self._waited = 0
-        """Of those, up to which one the host has waited."""
+        """The number of operations up to which the host has waited."""
         self._host: dict[int, Any] = {}
-        """Storages of the host's, by address; kept, so that none is taken for another."""
+        """Storages on the host by address; kept alive, so that no address is reused."""
         self._locked: set[int] = set()
-        """Those of them that are page-locked."""
+        """Addresses of storages that are page-locked."""
         self._patches = ExitStack()
 
     def take(self) -> list[str]:

@@ -35,11 +35,11 @@ from tests.planner.live import tensors_in
 __all__ = ["Device"]
 
 Counts = dict["Stream", int]
-"""Up to which of its entries each stream is known to be over."""
+"""For each stream, the number of its last operation that is known to have ended."""
 
 _WITHOUT_MEMORY = ("empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided")
 _OF_HOST = ("_local_scalar_dense", "equal", "is_nonzero", "nonzero", "_unique2")
-"""What gives the host a value, and so makes it wait for the current stream."""
+"""Operations that return a value to the host, and so wait for the current stream."""
 _TRANSFERS = {
     "_allgather_base": 1,
     "all_gather_single": 1,
@@ -86,7 +86,7 @@ class Event:
         self.counts = dict(device.current.seen)
         self.at = time.perf_counter()
         self.over = True
-        """Whether the device has come to it; a test may say that it has not."""
+        """Whether the device has reached it; a test may set this to False."""
 
     def wait(self) -> None:
         self.device.current.wait_for(self.counts)
@@ -132,15 +132,15 @@ class _Memory:
     shape: tuple[int, ...]
     made_by: str
     owner: Stream
-    """The stream it was made on, which may have it again."""
+    """The stream of the allocation, which may reuse the memory."""
     users: set[Stream] = field(default_factory=set)
-    """Whom the allocator was told of."""
+    """Streams passed to `record_stream`."""
     written: Counts = field(default_factory=dict)
-    """The last entry that wrote it."""
+    """The last operation that wrote it."""
     read: Counts = field(default_factory=dict)
-    """Entries that have read it since then."""
+    """Operations that have read it since then."""
     whom: dict[Stream, str] = field(default_factory=dict)
-    """What touched it last on each stream."""
+    """The last operation on it of each stream."""
 
     def late(self, entries: Counts, over: Counts) -> list[str]:
         """Return those of `entries` that are not known to have ended."""
@@ -160,14 +160,14 @@ class Device(TorchDispatchMode):
         super().__init__()
         self.faults: list[str] = []
         self.host: Counts = {}
-        """What the host has waited for."""
+        """The operations that the host has waited for."""
         self.compute = self.current = Stream(self, "compute")
         self.touched = 0
-        """Entries that were followed, over all streams."""
+        """The number of operations tracked on all streams."""
         self.made: list[Stream] = []
-        """The streams that were asked for."""
+        """The streams that were created."""
         self.timed: list[Event] = []
-        """The events that were asked to know their time."""
+        """The events with timing enabled."""
         self._memory: dict[int, _Memory] = {}
         self._wires: dict[Any, Stream] = {}
         self._freeing = True

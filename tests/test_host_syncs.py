@@ -169,9 +169,9 @@ class Found:
     """The waits of a step, by its parts, and the operations that were followed."""
 
     passes: list[str]
-    """Of forward and backward."""
+    """Waits in forward and backward."""
     end: list[str]
-    """Of reduction, update and what is reported of them."""
+    """Waits in reduction, update and the outcome of the step."""
     evaluation: list[str]
     followed: int
 

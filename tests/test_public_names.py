@@ -16,7 +16,7 @@ INTEGRATIONS = {
     "isp.integrations.transformers": "transformers",
     "isp.integrations.verl": "verl",
 }
-"""Each with the package that it needs."""
+"""Integration modules, and the package that each needs."""
 
 SEED_SURFACE = {
     "isp": """
@@ -50,7 +50,7 @@ MEMBERS = {
     "isp.tensor_parallel.RngStatesTracker": "add fork get_states set_states",
     "isp.data_parallel.DataParallelBucket": "no_sync reset",
 }
-"""Methods and attributes of them."""
+"""Their methods and attributes."""
 
 
 def _type_checking_block() -> dict[str, list[str]]:

@@ -55,7 +55,7 @@ class _Model(nn.Module):
     """Parameters of each kind: fused, biased, uneven, tied, replicated, empty on the last ranks."""
 
     def __init__(self, layers: ToolkitLayers, *, wide: int, apart: bool = False) -> None:
-        """`apart`: q, k and v are three parameters instead of a fused one."""
+        """Create the parameters; with `apart`, q, k and v are separate instead of fused."""
         super().__init__()
         self.embedding = layers.embedding(37, wide, std=1.0)  # 37 rows divide by nothing
         if apart:

@@ -200,7 +200,7 @@ HELD_OUT = {
     "--data.valid_source=[gone/*.txt]": "data.valid_source=gone/*.txt matches no file",
     "--validation.freq=5": "validation.freq=5 needs held-out text",
 }
-"""What a profile, which evaluates nothing, does without."""
+"""Keys of evaluation, which a profile does not need."""
 
 
 @pytest.mark.parametrize(

@@ -249,7 +249,7 @@ CONFIGS = {
     "internlm2-7b_256k.yaml": 64,
     "llama2-7b_interleaved.yaml": 32,
 }
-"""The number of ranks that each is for."""
+"""The number of ranks of each configuration."""
 
 
 def test_every_shipped_config_is_accepted_on_its_ranks():

@@ -90,7 +90,7 @@ PHI3_ON_HUB = (
     "{{'<|assistant|>\n' + message['content'] + '<|end|>\n'}}{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|assistant|>\n' }}{% else %}{{ eos_token }}{% endif %}"
 )
-"""Character by character."""
+"""The template on the hub, character by character."""
 
 
 def test_trained_turns_equal_those_of_trl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

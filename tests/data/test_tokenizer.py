@@ -131,7 +131,7 @@ PROCESSORS: dict[str, tuple[dict[str, Any] | None, tuple[int, ...]]] = {
     ),
     "bert": ({"type": "BertProcessing", "sep": ["</s>", 6], "cls": ["<s>", 4]}, (4,)),
 }
-"""Post-processors of a tokenizer.json, and the tokens that they put before a text."""
+"""Post-processors of a tokenizer.json, and the tokens that they add before a text."""
 
 
 @pytest.mark.parametrize("name", PROCESSORS)

@@ -27,14 +27,14 @@ TEMPLATE = (
     "{%- endfor %}{% endfor %}{{- '<|im_end|>' }}{% endfor %}"
     "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{% endif %}"
 )
-"""Writes tools and tool calls, whose arguments have to be objects."""
+"""A template with tools and tool calls whose arguments must be objects."""
 
 JOINS = TEMPLATE.replace(
     "{%- for key, value in c.function.arguments.items() %}{{- ' ' ~ key ~ '=' ~ value }}"
     "{%- endfor %}",
     "{{- ' ' + c.function.arguments }}",
 )
-"""Writes arguments that have to be text, as DeepSeek's templates do."""
+"""A template with arguments that must be text, like DeepSeek's."""
 
 
 def shown(folder: Path, path: Path) -> list[str]:
@@ -363,10 +363,8 @@ def test_messages_that_a_template_leaves_out_are_refused(
         ("'' + c.function.arguments", '{"a":"x"}'),
     ],
 )
-def test_a_tool_result_may_be_written_without_its_name(
-    tmp_path: Path, part: str, text: str
-) -> None:
-    """Catches the refusal of a template that writes the id of a call instead of the name."""
+def test_a_tool_call_may_be_written_without_its_name(tmp_path: Path, part: str, text: str) -> None:
+    """Catches the refusal of a template that writes only the id or the arguments of a call."""
     template = JOINS.replace("+ c.function.name", "").replace("' ' + c.function.arguments", part)
     row = call('{"a":"x"}', content="")
     row["messages"][1]["tool_calls"][0]["id"] = "functions.add:0"

@@ -77,13 +77,14 @@ HYBRIDS = (
     "deepseek_v32",
     "minimax_m3_vl_text (sparse)",
 )
-"""Those that convolve, scan or choose keys, mamba2 without any attention; mtp leaves olmo_hybrid's
-whole."""
+"""Families with convolutions, scans or key choice; mamba2 has no attention, and mtp does not split
+olmo_hybrid.
+"""
 DECODER = ("llama", "qwen3")
-"""Those that the decoder computes; their angles are not rounded, as the decoder's are not."""
+"""Families that the decoder computes; their rotary angles are not rounded, like the decoder's."""
 
 PROMPTS = [[5, 3, 9], [7] + [(11 * i) % 151 for i in range(2 * WINDOW)], [1]]
-"""Of unequal lengths; the second is longer than the window, others come to it."""
+"""Prompts of unequal lengths; the second exceeds the window, others reach it during generation."""
 
 
 @cache

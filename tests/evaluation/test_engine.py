@@ -18,7 +18,7 @@ from tests.evaluation.models import FAMILIES, HYBRIDS, PROMPTS, made, read
 from tests.ranks import run_each
 
 COUNTS = [1, 7, 1]
-"""Logits behind so many of the last tokens of each prompt."""
+"""For each prompt, the number of last tokens whose logits are requested."""
 
 plain = cache(made)
 

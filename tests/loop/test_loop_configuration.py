@@ -87,7 +87,7 @@ PROMISED = {
     "model: {hf: /no/such/folder, num_heads: 7, num_kv_heads: 2, experts_per_token: 99}\n"
     "data: {source: /no/such/file, micro_num: 1}\nvalidation: {freq: 10}",
 }
-"""Files with what a loop can do, and one of a run of `isp train`."""
+"""Files with the features of a loop, and one of a run of `isp train`."""
 TOKENS = torch.randint(3, VOCAB, (2, 24), generator=torch.Generator().manual_seed(0))
 
 

@@ -63,7 +63,7 @@ WITHOUT_MOVE = {
     (Call.TO_HOST, State.AWAY),
     *((Call.TO_DEVICE, state) for state in State if state is not State.AWAY),
 }
-"""Calls of `to` that move nothing, and do not look into the table."""
+"""Calls of `to` that move nothing, and so are not checked against the table."""
 
 
 def _into(run: ParallelRun, state: State) -> None:

@@ -46,7 +46,7 @@ WEIGHTS = torch.rand(3, 4, LENGTH, dtype=torch.float64, generator=torch.Generato
 
 Score = Callable[[Rows], TokenScores]
 Loss = Callable[[Score, Rows, Tensor, Tensor], Tensor]
-"""Of how rows are scored, the rows, weights [B, S] of their tokens, and what was scored before."""
+"""A loss of (function that scores rows, rows, weights [B, S] of tokens, earlier scores)."""
 
 
 def _weighted(score: Score, rows: Rows, weights: Tensor, _: Tensor) -> Tensor:

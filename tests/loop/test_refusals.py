@@ -235,7 +235,7 @@ _DEEPSEEK4 = {
     "n_routed_experts": 4, "num_experts_per_tok": 2, "qk_rope_head_dim": 4,
     "num_key_value_heads": 1,
 }  # fmt: skip
-"""Of windows of 128 tokens alone, more than a trace has."""
+"""Sizes with windows of 128 tokens, more than a trace has."""
 
 
 def _without_positions() -> nn.Module:

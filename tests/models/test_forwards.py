@@ -26,7 +26,7 @@ CALLERS = {
     "planner/dry.py": "norms of a rehearsal, which have no wrappers",
     "loop/parallelize.py": "a model that was left half sharded, which refuses to run",
 }
-"""The other files that call `set_forward`, and for what."""
+"""The other files that call `set_forward`, and their purpose."""
 
 
 def test_no_other_file_replaces_a_forward() -> None:

@@ -26,7 +26,7 @@ from tests.toolkit import weight_mesh
 
 WEIGHT = 4
 Parts = dict[str, tuple[int, int, Tensor]]
-"""A rank's shards by name, each with its number and the number of all."""
+"""A rank's shards by name: index, number of parts, values."""
 
 
 def built(folder: Path, mesh: Mesh, *, seed: int = 0) -> BuiltModel:

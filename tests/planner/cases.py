@@ -21,7 +21,7 @@ __all__ = ["Counts", "counted", "plan_case", "share"]
 
 CPU = torch.device("cpu")
 Counts = dict[tuple[str, str], tuple[int, int]]
-"""Calls and sent bytes by kind and channel, as `traffic` has them."""
+"""Calls and sent bytes by kind and channel, in the format of `traffic`."""
 
 
 def plan_case(

@@ -23,10 +23,10 @@ class LiveBytes(TorchDispatchMode):
         super().__init__()
         self._live: dict[int, weakref.ref[Any]] = {}
         self.now = 0
-        """Bytes of what is there."""
+        """Bytes of the tensors alive now."""
         self.peak = 0
         self.where = ""
-        """The operation after which the peak was seen."""
+        """The operation after which the peak occurred."""
         for x in known:
             self._note(x)
 

@@ -88,7 +88,7 @@ TWO_AXES: list[tuple[Layout, ModelConfig, str]] = [
     (Layout(tensor=4, context=4, exchange=ContextExchange.RING), KEPT, "float32"),
     (Layout(tensor=2, context=2, weight=2, pipeline=2, micro=4), TWO_LEVELS, "float32"),
 ]
-"""Sequences over heads x context."""
+"""Cases of sequences split over heads x context."""
 
 DOCUMENTS = 4
 _OF_TOKENS = "all_to_all", "expert"

@@ -26,7 +26,7 @@ class Pair(NamedTuple):
     num_experts: int
     used: int
     tokens: int
-    """Of a rank, in a micro-batch."""
+    """Tokens of a rank in a micro-batch."""
     gathered: float
     exchanged: float
     crossing: int
@@ -37,7 +37,7 @@ PAIRS = {
     "d1024, 16 H100": Pair(1024, 64, 2, 65536, 752_313, 413_356, 36_864),
     "360B-A21B, 64 GB200": Pair(6144, 128, 4, 65536, 19.4, 26.3, 221_184),
 }
-"""Hidden features of an expert are half the model's."""
+"""Models whose experts have half of the model's hidden features."""
 
 
 @pytest.mark.parametrize("name", PAIRS)

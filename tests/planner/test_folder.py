@@ -52,7 +52,7 @@ HYBRIDS = (
         *("--parallel.sequence_2D.enable=true", "--parallel.sequence_2D.head_size=2"),
     ),
 )
-"""The last two have other documents on each rank."""
+"""Layouts of hybrids; in the last two each rank has other documents."""
 STAGES = ("--parallel.pipeline.size=2", "--parallel.weight.size=2", "--data.micro_num=4")
 PIPELINES = (
     (*STAGES, "--parallel.tensor.size=2"),
@@ -71,7 +71,7 @@ SPREAD = (
     ),
     ("--parallel.tensor.size=2", "--parallel.tensor.mode=mtp", "--parallel.expert.size=2"),
 )
-"""Experts to which tokens travel."""
+"""Layouts in which tokens are exchanged between experts' ranks."""
 _routes = ExpertExchange._routes
 
 

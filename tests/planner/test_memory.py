@@ -106,7 +106,7 @@ class Found(NamedTuple):
     where: str
     states: tuple[int, int, int]
     host: int
-    """In the buffers of the host, which are not in `peak`."""
+    """Bytes in buffers of the host, which are not in `peak`."""
 
 
 def _case(layout: Layout, model: ModelConfig, dtype: str, tokens: int = TOKENS) -> PlanCase:
@@ -194,12 +194,12 @@ class _Kept(NamedTuple):
     """Bytes kept on a rank."""
 
     states: tuple[int, int, int]
-    """Weights, gradients, and what the optimizer has of its own, wherever it lies."""
+    """Bytes of weights, gradients, and optimizer states on any device."""
     owners: dict[str, int]
-    """What the memory report says."""
+    """Bytes by owner in the memory report."""
     host: int
     update: int
-    """What is made during an update, at most."""
+    """Peak bytes allocated during an update."""
 
 
 def _states_of(rank: int, optimizer: OptimizerConfig) -> _Kept:
@@ -216,7 +216,7 @@ def _states_of(rank: int, optimizer: OptimizerConfig) -> _Kept:
 
 SHARED = Layout(tensor=2, weight=1, zero1=2)
 RULES = {"lion": LION, "narrow": NARROW, "host": HOST, "host, narrow": HOST_NARROW}
-"""Each with the parts of adamw's 12 bytes that it keeps."""
+"""Update rules, with the parts of adamw's 12 bytes per parameter that each stores."""
 PARTS_KEPT = {"lion": 8 / 12, "narrow": 8 / 12, "host": 1.0, "host, narrow": 8 / 12}
 
 

@@ -33,7 +33,7 @@ MODEL = ModelConfig(
     intermediate_size=704,
     sliding_window=1,
 )
-"""That of tools/bench_overlap.py, without attention, whose matmuls sleep."""
+"""The model of tools/bench_overlap.py, without attention; its matmuls sleep."""
 TOKENS = 2048
 GFLOPS, LATENCY = 40e9, 50e-6
 
@@ -68,7 +68,7 @@ MEASURED = {
     "w1": (WeightConfig(launch_allgather_before=LaunchPoint.W1), (1.034, 1.038, 1.051, 1.060)),
     "module": (WeightConfig(forward_overlap_per=OverlapUnit.MODULE), (1.041, 1.090, 1.131, 1.190)),
 }
-"""The steps of two ranks over compute alone, of a quiet machine, as in tools/README.md."""
+"""Measured steps of two ranks, relative to compute, on a quiet machine (tools/README.md)."""
 
 
 @pytest.mark.parametrize("name", MEASURED)

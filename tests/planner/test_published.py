@@ -24,7 +24,7 @@ class Run(NamedTuple):
     checkpoint: float
     tgs: float
     mode: Mode = Mode.ISP
-    """isp with all ranks in a weight group is what fully sharded data parallelism sends."""
+    """With all ranks in one weight group, isp sends what fully sharded data parallelism sends."""
 
 
 A100, H100 = "a100x8_hdr", "h100x8_ib400"

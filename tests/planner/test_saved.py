@@ -50,7 +50,7 @@ CASES = {
         (Layout(tensor=2, context=2, weight=2), BASE, "float32"),
     ],
 }  # fmt: skip
-"""Those of one rank and of two."""
+"""Cases by number of ranks."""
 
 
 def _measured(rank: int, cases: list[tuple[Layout, ModelConfig, str]]) -> list[tuple[int, int]]:

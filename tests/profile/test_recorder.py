@@ -28,7 +28,7 @@ MODEL = ModelConfig(
     init_std=0.3,
 )
 STEPS = 3
-"""Recorded ones; the first gathers of the first were launched before."""
+"""Recorded steps; the first gathers of the first one were launched before."""
 
 
 def _record(rank: int, mode: Mode) -> RankRecord:

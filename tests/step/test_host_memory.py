@@ -20,7 +20,7 @@ from tests.train.jobs import run_folders, run_forked, write_job
 
 OFFLOADED = ("--model.num_layers=6", "--model.checkpoint=1", "--model.checkpoint_offload=true")
 TABLES = ("--model.vocab_size=262144", "--model.hidden_size=256")
-"""0.25 GiB each, in float32, beside which the rest is small."""
+"""Keys that give tables of 0.25 GiB each in float32, much larger than the other weights."""
 CASES = {
     "isp": (2, OFFLOADED),
     "half, in segments": (

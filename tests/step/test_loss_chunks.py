@@ -24,7 +24,7 @@ MODEL = ModelConfig(
     init_std=0.3,
 )
 CHUNK = 5
-"""Tokens, of rows of 32: the last chunk has fewer."""
+"""Tokens of a chunk; rows have 32, so the last chunk has fewer."""
 
 
 @dataclass(frozen=True, kw_only=True)

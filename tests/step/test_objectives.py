@@ -91,7 +91,7 @@ def _log_probs(model: nn.Module, document: tuple[Tensor, Tensor], each: bool) ->
 
 
 Objective = Callable[[nn.Module, nn.Module, list[tuple[Tensor, Tensor]], JobConfig], list[Tensor]]
-"""The losses of the trained model, beside the other one, of the documents of a sequence."""
+"""The losses of (trained model, second model, documents of a sequence)."""
 
 
 def _preferences(

@@ -31,7 +31,7 @@ __all__ = ["LAYOUTS", "RECORD", "TOLERANCES", "difference", "recorded", "trained
 RECORD = Path(__file__).with_name("recorded_losses.json")
 
 TOLERANCES = {"float64": 1e-12, "float32": 1e-5, "bfloat16": 2e-2}
-"""Relative; another machine's kernels add up in another order."""
+"""Relative tolerances, since kernels of another machine sum in another order."""
 
 _JOB = """
 job: {{name: job, dump_folder: {folder}/out}}
@@ -51,9 +51,9 @@ class Recorded(NamedTuple):
 
     ranks: int
     overrides: str
-    """Of the configuration: `key=value`, without dashes."""
+    """Overrides of the configuration: `key=value`, without dashes."""
     hf: str = ""
-    """The type of a model of transformers; "": isp's own."""
+    """A model type of transformers; "": ISP's decoder."""
 
     @property
     def dtype(self) -> str:
@@ -104,7 +104,7 @@ LAYOUTS = {
 }
 
 Series = dict[str, list[float]]
-"""Of a run: by name, a number a step."""
+"""Results of a run: for each name, one number a step."""
 
 
 def trained(names: Iterable[str], folder: Path) -> dict[str, Series]:

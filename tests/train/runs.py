@@ -65,7 +65,7 @@ Numbers = list[tuple[float, float]]
 """Loss and gradient norm of each step."""
 
 Weights = dict[str, npt.NDArray[np.float64]]
-"""By name; arrays, because a rank's tensors cannot be read once it has ended."""
+"""Weights by name, as arrays, because a rank's tensors cannot be read after it has ended."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,9 +120,9 @@ class Layout:
     head_first: bool = True
     exchange: ContextExchange = ContextExchange.GATHER
     expert: int = 1
-    """Ranks that have different experts."""
+    """Number of ranks that share the experts."""
     options: WeightConfig = field(default_factory=WeightConfig)
-    """What else `parallel.weight` says; its size is `weight`."""
+    """Other keys of `parallel.weight`; `weight` gives the size."""
 
     @property
     def world(self) -> int:

@@ -22,7 +22,9 @@ from tests.train.test_pipeline import MODEL
 
 CONFIG = replace(MODEL, num_layers=4, tie_embeddings=True)
 FROZEN = ("embed_tokens", "layers.0.", "o_proj", "norm")
-"""The table of both ends, all of the first block, and parts of others."""
+"""Words of frozen parameters: the table of both ends, all of the first block, and parts of
+others.
+"""
 LAYOUTS = (
     Layout(data=2, micro=2),
     Layout(mode=Mode.MTP, pipeline=2, micro=4),

@@ -34,9 +34,9 @@ needs_gpu = (
 )
 STEPS = range(3)
 TOLERANCE = 1e-9
-"""Relative: kernels of a GPU add in another order."""
+"""Relative tolerance, since GPU kernels sum in another order."""
 HANGS = 40
-"""Seconds after which a collective is taken to hang; a layout takes 5 to 12."""
+"""Seconds after which a collective is assumed to hang; a layout takes 5 to 12."""
 MODEL = ModelConfig(
     vocab_size=52,
     hidden_size=32,
@@ -57,7 +57,9 @@ MIRRORED = {
     "msp": (Layout(mode=Mode.MSP, tensor=2, data=2), MODEL),
     "fsp": (Layout(mode=Mode.FSP, tensor=2, micro=2), MODEL),
 }
-"""`data` ranks share states (zero1), so that updated weights travel."""
+"""Layouts of mirror worlds; with `data` ranks zero1 splits the states, so updated weights are
+sent.
+"""
 PIPELINE = replace(MODEL, num_layers=4)
 REAL = {
     **{str(mode): (Layout(mode=mode, tensor=2, micro=2), MODEL) for mode in Mode},

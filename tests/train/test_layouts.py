@@ -40,11 +40,11 @@ from tests.train.runs import (
 )
 
 STEPS = (0, 1, 7)
-"""In step 7 nobody has a label."""
+"""Trained steps; in step 7 no rank has a label."""
 EVALUATED = 9
-"""Its batch is evaluated afterwards."""
+"""The step whose batch is evaluated afterwards."""
 TOLERANCE = 1e-9
-"""Relative. Sums in another order differ by about 1e-15, which steps of AdamW carry on."""
+"""Relative tolerance. Sums in another order differ by about 1e-15, which AdamW amplifies."""
 
 # 50 rows of vocabulary are 13, 13, 13 and 11 on four ranks. One block, because each collective
 # costs milliseconds on gloo.
@@ -103,7 +103,7 @@ SETS = (
     ),
     ("norms again", "inputs on the host", "inputs of segments", "states on the host"),
 )
-"""Of every two of them that a configuration takes, one has both."""
+"""Sets of keys; every pair that a configuration accepts is in at least one."""
 
 FEATURES = (Mode.MTP, Mode.MSP, Mode.FSP)
 """The modes that split features over the tensor group."""
@@ -125,7 +125,7 @@ class Case(NamedTuple):
     layout: Layout
     model: ModelConfig = GRID
     packed: bool = True
-    """Else two whole rows in a micro-batch."""
+    """Packed rows; otherwise two whole rows in a micro-batch."""
     saving: tuple[str, ...] = ()
     """Names of `KEYS`."""
 

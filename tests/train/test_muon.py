@@ -26,7 +26,7 @@ MUON = OptimizerConfig(
     muon=MuonConfig(lr=2e-2, adjust_lr_fn="match_rms_adamw", per_head=True),
 )
 STEPS = (0, 1, 7, 4)
-"""In step 7 nobody has a label: it is skipped."""
+"""Trained steps; in step 7 no rank has a label, so it is skipped."""
 SOME = [
     Case(Layout(weight=4, data=4)),
     Case(Layout(tensor=2, weight=2, data=2, micro=2, zero1=1), TIED, saving=ALL),

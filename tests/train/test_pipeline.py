@@ -20,7 +20,7 @@ from tests.ranks import run_ranks
 from tests.train.runs import SEQ_LEN, Layout, Meshes, Task, largest_difference, make_run
 
 TOLERANCE = 1e-9
-"""Relative: sums are taken in another order."""
+"""Relative tolerance, since sums have another order."""
 MODEL = ModelConfig(
     vocab_size=50,
     hidden_size=16,

@@ -31,7 +31,7 @@ MODEL = ModelConfig(
     init_std=0.3,
 )
 PLAIN = WeightConfig(overlap=False, memory_pool=False, poison_freed_buffers=True)
-"""Each weight is gathered when it is needed, into a buffer of its own; freed ones become NaN."""
+"""Each weight is gathered when needed into its own buffer; freed buffers are filled with NaN."""
 POOL = replace(PLAIN, memory_pool=True, overlap=True)
 MODULE = replace(POOL, forward_overlap_per=OverlapUnit.MODULE)
 EARLY = replace(POOL, launch_allgather_before=LaunchPoint.ATTN)
@@ -67,7 +67,7 @@ class Result(NamedTuple):
     numbers: Numbers
     weights: Weights
     launched: tuple[str, ...]
-    """What a step moved, in its order."""
+    """The transfers of a step, in order."""
     copied: int
     """Block inputs that a step has copied to the host or back."""
 
@@ -85,7 +85,7 @@ GROUPS: list[tuple[Layout, list[Way], torch.dtype]] = [
     (STAGES, [Way(LATE, keys) for keys in ({}, OFFLOADED, SEGMENTS)], torch.float64),
     (V, [Way(LATE, keys) for keys in ({}, OFFLOADED, SEGMENTS)], torch.float64),
 ]
-"""Ways that come to the same bits, of which the first is the plainest."""
+"""Groups of settings with equal bits, of which the first is the simplest."""
 
 
 def _train(meshes: Meshes, layout: Layout, way: Way, dtype: torch.dtype) -> Result:

@@ -175,7 +175,7 @@ WRITERS: dict[str, Callable[[RunFolder], object]] = {
 }
 """Functions that write each file of a run's folder, by its name."""
 REFUSED = {"metrics.jsonl", "logs/rank_0.log", "checkpoint/.lock"}
-"""Files that are appended to or locked: a link in their place is refused."""
+"""Files that are appended to or locked, for which a link is refused."""
 
 
 @pytest.mark.parametrize("there", [True, False])

@@ -62,19 +62,19 @@ class Case:
     window: int | None = None
     causal: bool = True
     explicit: bool = False
-    """By `ExplicitAttention`, as with what follows."""
+    """Use `ExplicitAttention`, as is always done for softcap and sinks."""
     softcap: float | None = None
     sinks: bool = False
     value_size: int = 4
     seed: int | None = 0
-    """Of a random plan; None: the balanced one."""
+    """Seed of a random split; None: the balanced split."""
     sizes: tuple[int, ...] = ()
-    """Tokens of each rank; none: equally many."""
+    """Tokens of each rank; empty: equally many."""
     stripes: int | None = None
     ring: bool = False
     local: Callable[[], LocalAttention] = CpuAttention
     together: int = 1 << 40
-    """Bytes up to which q, k and v travel as one."""
+    """Up to this many bytes q, k and v are exchanged as one message."""
 
     @property
     def attention(self) -> LocalAttention:

@@ -44,7 +44,7 @@ EVERYWHERE = {
     "balanced": Case(STRADDLING, seed=None),
     "in a ring": Case(STRADDLING, ring=True),
 }
-"""On every split of 2 to 8 ranks."""
+"""Cases for every split of 2 to 8 ranks."""
 
 SPLITS = [(h, n // h) for n in (2, 4, 6, 8) for h in (1, 2, 3, 4) if n % h == 0 and n // h > 1]
 
@@ -62,7 +62,7 @@ FEW = {
     "stripes": Case(STRADDLING, heads=(8, 4), stripes=4),
     "uneven stripes": Case([31, 17], heads=(6, 3), stripes=2),
 }
-"""On 2 x 4 ranks."""
+"""Cases for 2 x 4 ranks."""
 
 UNEVEN = {
     "uneven": Case(STRADDLING, sizes=(7, 20, 1, 20), stripes=2),
@@ -81,7 +81,7 @@ UNEVEN = {
         for seed in range(1, 13)
     },
 }
-"""On 4 context ranks."""
+"""Cases for 4 context ranks."""
 
 
 def _in_a_ring(cases: dict[str, Case]) -> dict[str, Case]:

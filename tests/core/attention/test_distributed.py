@@ -36,7 +36,7 @@ OF_MASKS = {
         ((7, 7), (6, 3)), (1, 2), PACKINGS, MASKS
     )
 }
-"""With heads that a rank lacks or shares."""
+"""Cases with heads that a rank lacks or shares."""
 
 
 def _channel() -> Channel:

@@ -39,7 +39,7 @@ LAYOUTS = {
     ),
     "none": topology(1),
 }
-"""Topologies by what they say of their process groups."""
+"""Topologies by the description of their process groups."""
 
 
 @pytest.mark.parametrize("said", LAYOUTS)

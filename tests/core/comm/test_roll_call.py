@@ -16,7 +16,7 @@ from tests.ranks import run_ranks
 from tests.toolkit import topology
 
 SECONDS = 1
-"""Time for a collective."""
+"""Timeout of a collective."""
 
 Work = Callable[[Mesh], object]
 

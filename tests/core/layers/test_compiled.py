@@ -33,7 +33,7 @@ def _draw(length: int, dtype: torch.dtype, device: torch.device) -> Callable[...
 
 
 Outcome = tuple[list[Tensor], list[Tensor]]
-"""Results with their gradients, and what was kept between them."""
+"""Results with their gradients, and the tensors saved in between."""
 
 
 def _run(

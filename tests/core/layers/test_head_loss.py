@@ -26,7 +26,7 @@ from tests.train.runs import Layout, Meshes
 
 B, S, D, V = 2, 12, 8, 52
 CHUNKS = (0, 1, 5, 7, 18, 1000)
-"""Tokens; the losses of a chunk are of B rows, so 1 is one position of each."""
+"""Tokens of a chunk; a chunk has B rows, so 1 means one position of each row."""
 VOCAB = WeightConfig(vocab_parallel_loss=True)
 
 

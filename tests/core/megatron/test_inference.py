@@ -32,7 +32,7 @@ from tests.toolkit import Operations, ToolkitLayers
 
 V, MOST = 23, 16
 TOKENS = [(8, 2), (4, 1), (3, 2), (1, 1), (16,)]
-"""Of sizes that 2 and 4 ranks split, and that none does; one fills the buffers."""
+"""Shapes of tokens: some divide by 2 and 4 ranks, some by none; one fills the buffers."""
 CASES = {
     f"{tokens}, split {split}, bias {bias}": (tokens, split, bias)
     for tokens, split, bias in product(TOKENS, (True, False), (True, False))

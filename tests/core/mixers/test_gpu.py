@@ -11,7 +11,7 @@ from tests.core.mixers.test_kernels import NAMES, PACKAGES, WAYS, computed, kind
 
 pytestmark = pytest.mark.gpu
 TOLERANCE = {torch.float32: 1e-2, torch.bfloat16: 6e-2}
-"""Of the largest number: products are TF32, or bfloat16."""
+"""Relative to the largest value: products are TF32 or bfloat16."""
 
 
 def _same(found: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype) -> bool:

@@ -24,11 +24,11 @@ class Spec(NamedTuple):
     """The dim that is cut over the weight group; None: replicated."""
     segments: tuple[int, ...] = ()
     stage: int = 0
-    """The pipeline stage that holds it."""
+    """The pipeline stage of the parameter."""
     matrices: Matrices | None = None
-    """Those that it consists of."""
+    """The matrices that the parameter consists of."""
     cuts: tuple[Any, ...] = (...,)
-    """Their places in it, as indices."""
+    """Indices of the matrices in the parameter."""
 
     def full(self, seed: int) -> Tensor:
         """Return a float64 tensor that depends only on name and seed."""

@@ -43,7 +43,7 @@ CONFIG = OptimizerConfig(
 LION = replace(CONFIG, name="lion")
 STEPS = 4
 SMALL = 4096
-"""Bytes of a bucket: less than most of the parameters' states."""
+"""Bytes of a bucket, fewer than the states of most parameters."""
 
 
 class Way(NamedTuple):

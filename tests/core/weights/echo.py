@@ -44,7 +44,7 @@ class EchoChannel(Channel):
         self.size, self.rank = 2, rank
         self.events: list[str] = []
         self.labels: dict[int, str] = {}
-        """What was last gathered into the buffer at an address."""
+        """The weight last gathered into the buffer at an address."""
         self.fail_at: str = ""
         """The event that raises instead of happening."""
 

@@ -49,7 +49,7 @@ class Case(nn.Module):
     tokens = False
     """Whether the input is [B, S] ids instead of [B, S, D] activations."""
     input_grad = True
-    """Whether the gradient of the input is asked for."""
+    """Whether the input needs a gradient."""
 
     def uses(self) -> Sequence[WeightHolder]:
         return list(self.children())  # type: ignore[arg-type]

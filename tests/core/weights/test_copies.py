@@ -31,7 +31,7 @@ class Write(NamedTuple):
     name: str
     numel: int
     to: int
-    """Address of what it wrote."""
+    """Address of the output."""
     read: tuple[int, ...]
     """Addresses of its large inputs."""
 
@@ -43,7 +43,7 @@ class WriteCounter(TorchDispatchMode):
         super().__init__()
         self.writes: list[Write] = []
         self.products: list[Write] = []
-        """Matrix products that read a large tensor, whatever they write."""
+        """Matrix products that read a large tensor, of any output size."""
 
     def __torch_dispatch__(
         self,

@@ -43,7 +43,7 @@ class WireChannel(Channel):
         self.cycles = cycles
         self.stream = torch.cuda.Stream()
         self.done: dict[str, torch.cuda.Event] = {}
-        """When the last transfer of a label was over."""
+        """Events at the end of the last transfer of each label."""
 
     def all_gather_into(self, out: Tensor, x: Tensor, *, tag: Tag = UNNAMED) -> Pending:
         with self._transfer(str(tag)):

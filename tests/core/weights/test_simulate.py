@@ -24,7 +24,7 @@ every_plan = pytest.mark.parametrize("unit", list(OverlapUnit))
 every_case = pytest.mark.parametrize(("chunks", "order"), CASES)
 
 Slots = list[list[WeightOp]]
-"""The acts of a plan in order of place: start, then before and after each step."""
+"""The operations of a plan in order: start, then before and after each entry."""
 
 
 def slots(made: PrefetchPlan) -> Slots:

@@ -36,7 +36,7 @@ KINDS: dict[str, dict[str, Any]] = {
     },
 }
 PROMPT = torch.arange(100, 112)[None]
-"""More tokens than a window."""
+"""A prompt longer than the window."""
 NEW_TOKENS = 12
 
 

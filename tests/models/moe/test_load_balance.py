@@ -101,7 +101,7 @@ class Case(NamedTuple):
     config: JobConfig
     kind: str = "deepseek_v3"
     loads_from: str = ""
-    """The case whose checkpoint it loads behind its steps; "": its own."""
+    """The case whose checkpoint is loaded after the steps; "": its own."""
 
 
 TWO = replace(job().data, micro_num=2)

@@ -90,16 +90,16 @@ class Case(NamedTuple):
     kind: str
     config: JobConfig
     ranks: int
-    """That have sequences of their own, of 4."""
+    """Data ranks, of 4 ranks."""
     of: RouterCoefficients = RouterCoefficients(0.3, 0.2)
     asked: bool = False
-    """Whether the model's configuration asks, not a key."""
+    """Whether the model's configuration enables the losses, instead of a key."""
     frozen: bool = False
-    """Whether routers are, through which the losses reach what lies before them."""
+    """Whether routers are frozen; gradients still pass through them to earlier layers."""
     halves: bool = False
-    """Whether each step goes backward twice, from half of the loss."""
+    """Whether each step runs backward twice, for half of the loss each."""
     plain_decoder: bool = False
-    """Whether isp's own decoder runs with the model's weights."""
+    """Whether ISP's decoder runs with the model's weights."""
 
 
 CASES = {

@@ -44,7 +44,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "both, offloaded": {**KEPT, **BETWEEN, **HOST, "checkpoint": 0.5},
 }
 FEWER = "plain", "between", "kept", "all"
-"""Each keeps less than the one before."""
+"""Settings of which each saves fewer bytes than the previous one."""
 
 
 class _PairBlock(OwnBlock):
@@ -96,9 +96,9 @@ class Found(NamedTuple):
     numbers: list[tuple[float, float]]
     weights: dict[str, Any]
     saved: int
-    """Bytes that the second forward keeps."""
+    """Bytes that the second forward saves."""
     sent: Counter[Purpose]
-    """Transfers of both."""
+    """Transfers of both steps."""
 
 
 def _train(rank: int, case: tuple[nn.Module, JobConfig]) -> Found:

@@ -74,7 +74,7 @@ class _Found(NamedTuple):
     losses: list[float]
     weights: dict[str, Tensor]
     gathered: dict[str, int]
-    """Transfers of the last step by what travels, in order."""
+    """Number of gathers in the last step by tensor, in order."""
     reduced: dict[str, int]
 
 

@@ -21,7 +21,7 @@ from tests.toolkit import Operations
 
 pytest.importorskip("transformers")
 CHUNK = 24
-"""Tokens; neither the tokens of a row nor those of a rank divide by their positions."""
+"""Tokens of a chunk, which divide neither those of a row nor those of a rank."""
 MODELS: dict[str, dict[str, Any]] = {
     "llama": {"tie_word_embeddings": True},
     "gemma2": {"final_logit_softcapping": 3.0},
@@ -42,7 +42,7 @@ class Layout(NamedTuple):
     mode: Mode
     size: int
     keys: dict[str, bool] = {}  # noqa: RUF012 - read alone
-    """Of `parallel.weight`, in isp."""
+    """Keys of `parallel.weight`, in isp mode."""
 
     def job(self, chunk: int = CHUNK) -> JobConfig:
         """Return a configuration with this layout."""
@@ -71,7 +71,7 @@ class Found(NamedTuple):
     loss: float
     evaluated: float
     grads: dict[str, Any]
-    """With their layouts, by name."""
+    """Gradients by name, with their layouts."""
     moved: list[str]
     """Transfers of the head's weight."""
 

@@ -29,13 +29,13 @@ class Death:
 
     rank: int
     event: str
-    """The call, before it is made: one of Python's audit events."""
+    """The audit event, raised before the operation."""
     name: str
-    """How the file or folder's name ends, which is the call's first argument."""
+    """The end of the file or folder name in the event's first argument."""
     times: int = 1
-    """How often it has been called by then, in this attempt."""
+    """The occurrence of the event at which the rank dies, in this attempt."""
     seconds: float = 0.0
-    """Later by this, in whatever follows."""
+    """A delay of the death after the event."""
     seen: int = 0
 
     def __call__(self, event: str, args: tuple[Any, ...]) -> None:

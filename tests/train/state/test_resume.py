@@ -72,7 +72,7 @@ def config(tmp_path: Path) -> JobConfig:
 
 
 class _AtStep(logging.Handler):
-    """A log handler that acts when a step is logged, once a step and on rank 0."""
+    """A log handler that acts when a step is logged, which only rank 0 does."""
 
     def __init__(self, step: int, act: Callable[[], None]) -> None:
         super().__init__()
