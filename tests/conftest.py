@@ -19,11 +19,11 @@ def pytest_configure(config: pytest.Config) -> None:
     Other tests run on the CPU and fork ranks after a backward. Where torch finds a GPU, a backward
     starts threads, and torch then refuses to run backward in a forked process.
     """
-    os.environ["OMP_NUM_THREADS"] = "1"  # of processes that tests start
+    os.environ["OMP_NUM_THREADS"] = "1"  # for processes that tests start
     torch.set_num_threads(1)
     if not config.getoption("markexpr").startswith("gpu"):
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    # Garbage of this process may wait, when collected, for threads that a fork does not have.
+    # Collecting garbage of the parent may wait for threads that a forked process lacks.
     os.register_at_fork(after_in_child=gc.freeze)
     # Ignored by nohup and in a shell's background jobs, and inherited by every process of a test.
     signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -76,7 +76,7 @@ class HostSyncs(TorchDispatchMode):
                 self._host[_address(x)] = x.untyped_storage()
 
     def __enter__(self) -> Self:
-        with ExitStack() as patches:  # a patch that fails takes back those before it
+        with ExitStack() as patches:  # if a patch fails, the earlier ones are undone
             patch = patches.enter_context
             for name in (*_MADE_BY, *_OF_NUMBERS):
                 patch(mock.patch.object(torch, name, self._made_by(name, getattr(torch, name))))
@@ -93,7 +93,7 @@ class HostSyncs(TorchDispatchMode):
         super().__exit__(*error)
         self._patches.close()
 
-    # -- what code asks for ------------------------------------------------------------------
+    # -- calls of the project ----------------------------------------------------------------
 
     def _made_by(self, name: str, real: Callable[..., Any]) -> Callable[..., Any]:
         def make(*args: Any, **kwargs: Any) -> Any:
@@ -176,14 +176,14 @@ class HostSyncs(TorchDispatchMode):
 
         return HostCopy
 
-    # -- what torch does ---------------------------------------------------------------------
+    # -- calls of torch ----------------------------------------------------------------------
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
         found = func(*args, **kwargs)
-        if func.namespace != "aten":  # collectives bring along what they are of
+        if func.namespace != "aten":  # collectives only write to tensors they are given
             return found
         given = _tensors((*args, *kwargs.values()))
         if given and all(map(self._is_host, given)):

@@ -99,7 +99,8 @@ class Event:
         return self.over
 
     def elapsed_time(self, other: Event) -> float:
-        return float(np.float32((other.at - self.at) * 1e3))  # as CUDA has it
+        # CUDA's times are float32 milliseconds
+        return float(np.float32((other.at - self.at) * 1e3))
 
 
 class Work:
@@ -112,10 +113,10 @@ class Work:
         self.counts = dict(wire.seen)
 
     def wait(self, *args: Any) -> bool:
-        # gloo's wait is one of the host, too. It must not be held up by who only takes the time of
-        # a receive, as it is posted: the other rank may not send before this one has gone on.
+        # gloo's wait also blocks the host. An observer that only times a receive must not block it
+        # when it is posted: the other rank may only send after this one has continued.
         if self.device.current is self.device.compute or self.name not in ("send", "recv"):
-            with _disable_current_modes():  # what gloo does to its end is no work of a stream
+            with _disable_current_modes():  # gloo's own operations are not queued on a stream
                 self.real.wait(*args)
         self.device.current.wait_for(self.counts)
         self.stash = []
@@ -192,11 +193,11 @@ class Device(TorchDispatchMode):
         return self
 
     def __exit__(self, *error: Any) -> None:
-        self._freeing = False  # the process ends
+        self._freeing = False  # the interpreter exits, and memory is freed in any order
         super().__exit__(*error)
         self._patches.close()
 
-    # -- what the project asks for -----------------------------------------------------------
+    # -- calls of the project ----------------------------------------------------------------
 
     def _new(self, device: torch.device) -> Stream:
         self.made.append(Stream(self, f"stream {len(self.made) + 1}"))
@@ -224,7 +225,7 @@ class Device(TorchDispatchMode):
         for tensor in tensors:
             self._of(tensor).users.add(self.current)
 
-    # -- what torch does ---------------------------------------------------------------------
+    # -- calls of torch ----------------------------------------------------------------------
 
     def _transfer(self, name: str, real: Callable[..., Any], written: int) -> Callable[..., Any]:
         def launch(group: dist.ProcessGroup, *args: Any, **options: Any) -> Any:

@@ -55,7 +55,7 @@ def _missing(module: str, names: list[ast.alias]) -> list[str]:
         try:
             if not hasattr(importlib.import_module(module), name):
                 importlib.import_module(f"{module}.{name}")
-        except ModuleNotFoundError as error:  # of another package: it is not installed here
+        except ModuleNotFoundError as error:  # an optional package that is not installed here
             if (error.name or "").split(".")[0] == "isp":
                 found.append(f"{module}.{name}")
     return found

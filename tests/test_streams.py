@@ -30,14 +30,14 @@ def test_ordered_accesses_are_no_fault() -> None:
             y = x * 2
             streams.in_use(x)
             done = streams.mark(CPU)
-        del x  # `side` still reads it, and the allocator knows
+        del x  # `side` still reads it, which record_stream has told the allocator
         assert done is not None
         done.wait()
         y.add_(1)
         streams.follow(side)
         with streams.on(side):
             y.zero_()
-        del y  # made on `side`, which has it again
+        del y  # allocated on `side`, which may reuse it
         z = torch.ones(4)
         streams.follow(side)
         with streams.on(side):
@@ -45,7 +45,7 @@ def test_ordered_accesses_are_no_fault() -> None:
             done = streams.mark(CPU)
         assert done is not None
         done.synchronize()
-        del z  # the host has seen the end of it
+        del z  # the host has waited for its end
     assert device.faults == []
 
 
@@ -135,7 +135,7 @@ def _faults(
     layout, task = case
     with Device() as device:
         mesh = Meshes(rank).of(layout)
-        # Weights are published by several buckets, as large ones are.
+        # Small buckets, so that weights are published in several, as large models do.
         run = make_run(mesh, layout, task, dtype=torch.bfloat16, bucket_bytes=1000)
         if timed:
             run.step.mesh.log.collect(CPU)
@@ -143,7 +143,7 @@ def _faults(
             run.numbers(range(step, step + 1))
             if step == 1:
                 run.step.evaluate([[task.batch(0, place) for place in range(layout.micro)]])
-        if not timed:  # as in a loop of one's own
+        if not timed:  # as in a user's training loop
             assert run.step.mesh.log.transfers == []
             assert len(device.made) <= 2, "streams but those of gathers and copies to the host"
         return device.faults, device.touched

@@ -106,7 +106,7 @@ class ToolkitLayers(RankLayers):
                 self.communicator, self.weight, split_hidden=self.embed_split_hidden
             )
             layout = communicator.table_layout(vocab_size, hidden_size)
-        # As in a row linear, each rank has a part of the sum.
+        # As in a row linear, each rank has a partial sum.
         moves = moves_for(self.mode, Role.ROW, self.tensor)
         table = Table(communicator or self.communicator, moves)
         table.add_shard("weight", layout, device=self.device, dtype=self.dtype)

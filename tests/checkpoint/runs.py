@@ -57,7 +57,7 @@ class _Model(nn.Module):
     def __init__(self, layers: ToolkitLayers, *, wide: int, apart: bool = False) -> None:
         """Create the parameters; with `apart`, q, k and v are separate instead of fused."""
         super().__init__()
-        self.embedding = layers.embedding(37, wide, std=1.0)  # 37 rows divide by nothing
+        self.embedding = layers.embedding(37, wide, std=1.0)  # 37 rows divide by no number of ranks
         if apart:
             for name, rows in _APART.items():
                 self.add_module(name, layers.column(wide, (rows,), bias=True, std=1.0))

@@ -136,7 +136,7 @@ def test_a_restart_after_load_step_resumes_from_its_own_checkpoints(folder: Path
     from.
     """
     checkpointer = Checkpointer(folder, CONFIG, world=Channel.solo())
-    first, second, third = 3.0, 2.0, 1.0  # launches; the numbers say nothing of their order
+    first, second, third = 3.0, 2.0, 1.0  # ids of launches, whose order has no meaning
     for step, launch in ((20, first), (30, second)):
         # The clock was set back in the meantime: the save after step 10 looks older than step 10.
         _change(folder / f"step_{step}", shared={LAUNCH: launch}, saved_at=1.0 / step)
@@ -239,7 +239,7 @@ CRAFTED: dict[str, tuple[Callable[[Path], object], str]] = {
 }
 
 
-@pytest.mark.timeout(60)  # instead of reading for ever
+@pytest.mark.timeout(60)  # otherwise the read would never end
 @pytest.mark.parametrize("craft", CRAFTED)
 def test_a_crafted_manifest_is_skipped(folder: Path, craft: str) -> None:
     """Catches files outside of the folder that are read, endless reads, and tracebacks."""

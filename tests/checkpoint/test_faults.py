@@ -96,7 +96,7 @@ def _die_while_writing(rank: int, folder: Path, store: str, mode: str) -> None:
     try:
         _save_and_wait(checkpointer, 20, run)
     except RuntimeError:
-        code = 3  # what the survivor should come to
+        code = 3  # the exit code expected of the survivor
     os._exit(code)
 
 

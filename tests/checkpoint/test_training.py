@@ -40,7 +40,7 @@ def _slow_disk() -> Iterator[threading.Event]:
         if event == "open" and str(args[0]).endswith(".distcp"):
             free.wait()
 
-    sys.addaudithook(wait)  # for good: this process is a test's own
+    sys.addaudithook(wait)  # audit hooks cannot be removed; the process ends with the test
     yield free
     free.set()
 

@@ -412,7 +412,7 @@ def test_a_closed_stderr_pipe_does_not_end_a_command(
     monkeypatch.setattr(sys, "stderr", pipe)
     codes = [main(["config", job, f"--optimizer.muon.lr={rate}"]) for rate in ("0.1", "-1")]
     monkeypatch.undo()
-    with suppress(BrokenPipeError):  # what is left in its buffer
+    with suppress(BrokenPipeError):  # its buffer still has text
         pipe.close()
     assert codes == [0, 2], "a note, and an error"
 

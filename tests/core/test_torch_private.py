@@ -272,7 +272,7 @@ def test_flash_attention(device: str) -> None:
     unused = q.new_zeros(2, dtype=torch.uint64), q.new_empty(0)
     gradients = flash_attention_backward(out, q, k, v, out, lse, *call, *unused, **options)
     assert [x.shape for x in gradients] == [(6, 2, 64)] * 3
-    if device == "cuda":  # alike values: out is v, and lse the count of the keys seen
+    if device == "cuda":  # equal values: out is v, and lse the log of the number of keys seen
         keys = torch.tensor([1, 2, 1, 2, 3, 4], device=device)
         torch.testing.assert_close(out, v)
         torch.testing.assert_close(lse, (keys.log() + 6.4).expand(2, 6), rtol=0, atol=1e-2)
@@ -463,7 +463,8 @@ def test_allocator_and_its_history(tmp_path: Path) -> None:
 
 def test_allocator_without_a_gpu() -> None:
     """Catches entries that moved or have other arguments, as far as they exist without CUDA."""
-    run_ranks(1, lambda _: set_allocator("expandable_segments:True"))  # in a process of its own
+    # in a child process, since the setting is global
+    run_ranks(1, lambda _: set_allocator("expandable_segments:True"))
     assert "max_entries" in inspect.signature(torch.cuda.memory._record_memory_history).parameters
     assert next(iter(inspect.signature(torch.cuda.memory._dump_snapshot).parameters)) == "filename"
 

@@ -83,7 +83,7 @@ def test_a_global_batch_depends_only_on_its_size(num_documents: int) -> None:
     dataset = make(num_documents=num_documents)
     size, steps = 12, 5
     if num_documents == 12:
-        assert dataset.samples_per_epoch < steps * size  # some batch lies across an epoch's end
+        assert dataset.samples_per_epoch < steps * size  # some batch spans the end of an epoch
     expected = [
         [dataset.sample(i).tokens.tolist() for i in range(step * size, (step + 1) * size)]
         for step in range(steps)

@@ -174,7 +174,7 @@ def test_ids_outside_the_vocabulary_are_refused() -> None:
         make(documents, 8).sample(0)
     dataset = make([*documents, [7] * 8], 4)
     good = [i for i in range(dataset.samples_per_epoch) if not _refused(dataset, i)]
-    assert len(good) == 3  # what is not used is not looked at
+    assert len(good) == 3  # tokens outside of the samples are not checked
 
 
 def _refused(dataset: PackedDataset, index: int) -> bool:

@@ -236,7 +236,7 @@ def test_bos_is_added_as_in_transformers_and_trl(tmp_path: Path, add_bos: bool) 
         sample = open_datasets(config, seed=0).train.sample(0)
         expected = ids(whole)
         assert sample.tokens[: len(expected)].tolist() == expected
-        answer = len(expected) - max(1, len(ids(prompt)) - 1)  # nothing predicts the first
+        answer = len(expected) - max(1, len(ids(prompt)) - 1)  # the first token is no label
         assert (
             sample.labels[len(expected) - 1 - answer : len(expected) - 1].tolist()
             == (expected[-answer:])

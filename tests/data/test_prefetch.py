@@ -27,7 +27,7 @@ def test_the_next_step_is_fetched_before_it_is_requested() -> None:
             assert prefetcher.get(step) == step * 10
             if step < 3:
                 assert started[step + 1].wait(timeout=10)
-    assert len(threads) == 4  # each step once, and none behind the last
+    assert len(threads) == 4  # each step once, and none after the last
     assert len(set(threads)) == 1
     assert prefetch_threads() == []
 

@@ -59,7 +59,7 @@ def test_rendered_text_equals_that_of_transformers(template: str, prompt: bool) 
     from transformers.utils import chat_template_utils
     from transformers.utils.chat_template_utils import render_jinja_template
 
-    # Releases before 5.22 hand `reasoning` to a template as it is.
+    # Releases before 5.22 pass `reasoning` to a template unchanged.
     renamed = "reasoning" in inspect.getsource(chat_template_utils)
     talk = [TALK[0], {**TALK[1], **({"reasoning": "R"} if renamed else {})}]
     talk[1].pop("name")

@@ -93,7 +93,7 @@ def test_the_held_out_part_is_stable_and_near_its_fraction() -> None:
     np.testing.assert_array_equal(held_out(500, 0.1), chosen[:500])
     assert held_out(20_000, 0.2)[chosen].all()
     assert not held_out(1000, 0.0).any()
-    # The choice itself, so that an update does not leak held-out text into an old run.
+    # Spelled out, so that a new version does not train on held-out text of an old run.
     assert np.flatnonzero(chosen)[:5].tolist() == [2, 32, 33, 41, 42]
 
 
@@ -197,7 +197,7 @@ def test_text_and_pairs_mix_and_give_the_same_samples(tmp_path: Path) -> None:
     for i in range(text.samples_per_epoch + 2):
         for left, right in zip(text.sample(i), pair.sample(i), strict=True):
             np.testing.assert_array_equal(left, right)
-    # One half ends its documents itself, the other does not.
+    # The documents of one half end with eos already, those of the other do not.
     for i in range(both.samples_per_epoch):
         for left, right in zip(both.sample(i), mixed.sample(i), strict=True):
             np.testing.assert_array_equal(left, right)

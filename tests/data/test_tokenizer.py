@@ -180,7 +180,7 @@ def test_hf_missing_and_broken_files_are_refused(
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(ValueError, match=r"not a usable tokenizer\.json"):
         load_tokenizer(str(tmp_path))
-    monkeypatch.setattr(tokenizer_module, "read_limited", _refuse)  # as root may read any file
+    monkeypatch.setattr(tokenizer_module, "read_limited", _refuse)  # since root may read any file
     with pytest.raises(ValueError, match=r"data\.tokenizer=.*json cannot be read: Permission"):
         load_tokenizer(str(tmp_path))
 

@@ -40,7 +40,7 @@ __all__ = [
 
 WINDOW = 9
 _SIZES = {
-    "vocab_size": 258,  # which 4 ranks do not divide
+    "vocab_size": 258,  # does not divide by 4 ranks
     "hidden_size": 32,
     "num_hidden_layers": 2,
     "num_attention_heads": 8,

@@ -37,7 +37,7 @@ def logits_of(rank: int, case: tuple[str, ParallelConfig]) -> Tensor:
     mesh, cpu = Mesh(Topology.create(parallel.tensor.size, parallel), rank), torch.device("cpu")
     built = build_model(traced(family), parallel, mesh, seed=None, device=cpu, dtype=torch.float64)
     engine = Engine(built, mesh, cpu)
-    engine.logits(PROMPTS[:1], [2])  # a prompt more leaves nothing behind
+    engine.logits(PROMPTS[:1], [2])  # an additional prompt must not change later results
     return engine.logits(PROMPTS, COUNTS)
 
 

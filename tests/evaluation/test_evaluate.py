@@ -141,7 +141,7 @@ def test_losses_equal_those_of_transformers(family: str, text: Path, tmp_path: P
             read.append(torch.nn.functional.cross_entropy(logits, row[1:], reduction="none"))
     sums = {
         tuple(float(x[a:b].sum()) for a, b in ((0, 5), (5, 8), (8, 32))) for x in read
-    }  # the two rows that were read are two of these
+    }  # the two evaluated rows are among these
     expected = {tuple(a + b for a, b in zip(x, y, strict=True)) for x in sums for y in sums - {x}}
     assert found.text is not None
     mine = [(bucket.loss or 0.0) * bucket.tokens for bucket in found.text.buckets]
@@ -154,13 +154,14 @@ def asked() -> list[Passkey]:
     for number in range(10, 40):
         prompt = f"number {number} is"
         tokens = written(made("llama"), list(prompt.encode()), 2)
-        with suppress(ValueError):  # of tokens that are no bytes, or no text
+        with suppress(ValueError):  # tokens that are no bytes, or bytes that are no text
             text = bytes(tokens).decode()
-            wrong = f"{text[:-1]}?"  # at its end
+            wrong = f"{text[:-1]}?"  # wrong in its last token
             found.append(Passkey(text, prompt, text))
-            found.append(Passkey(text, prompt, f"{text}\0"))  # found whatever follows the key
+            # the text after the key does not matter
+            found.append(Passkey(text, prompt, f"{text}\0"))
             found.append(Passkey(wrong, prompt, wrong))
-            found.append(Passkey(text, f"{prompt} ", text))  # after another prompt
+            found.append(Passkey(text, f"{prompt} ", text))  # the right key after another prompt
     return found
 
 

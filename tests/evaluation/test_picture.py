@@ -15,7 +15,7 @@ from isp.cli import main
 from isp.cli.evaluation_picture import draw_evaluation
 from isp.metrics.evaluation import Evaluation, Passkeys, PositionBucket, TextLosses
 
-pytestmark = pytest.mark.filterwarnings("error")  # a picture that does not fit
+pytestmark = pytest.mark.filterwarnings("error")  # matplotlib warns if the layout does not fit
 EVALUATION = Evaluation(
     model="run with $signs$, 800 steps",
     dtype="float32",
@@ -61,7 +61,7 @@ def test_losses_and_passkeys_are_drawn(tmp_path: Path) -> None:
     assert losses.lines[0].get_ydata()[:2].tolist() == [2.0, 10.0]
     assert [text.get_text() for text in losses.texts] == ["2.00", "10.00", "not finite"]
     names = [text.get_text() for text in losses.get_xticklabels()]
-    assert names == ["0-255", "256-511", "512-1,023"]  # none of the positions without tokens
+    assert names == ["0-255", "256-511", "512-1,023"]  # positions without tokens have no label
     assert losses.lines[1].get_xdata()[0] == 0.5  # between 0-255 and 256-511
     assert passkeys.images[0].get_array().tolist() == [[100, 100, 25], [100, 75, 0]]
     cells = {text.get_position(): text.get_text() for text in passkeys.texts}
@@ -90,12 +90,12 @@ def test_labels_do_not_overlap(tmp_path: Path) -> None:
     found = replace(EVALUATION, text=replace(EVALUATION.text, buckets=buckets), passkeys=None)
     figure = drawn(found, tmp_path / "long.png")
     (axes,) = figure.axes
-    figure.draw_without_rendering()  # at the figure's own resolution, to which it has returned
+    figure.draw_without_rendering()  # the resolution of the figure is restored after saving
     names = axes.get_xticklabels()
     assert len(names) == len(ends)
     below = axes.xaxis.label.get_window_extent()
     assert all(not name.get_window_extent().overlaps(below) for name in names)
-    # Names at 25 degrees are apart if their ends are apart by more than a line's height.
+    # Labels at 25 degrees do not overlap if their ends differ by more than a line's height.
     ends_at = [name.get_window_extent().x1 for name in names]
     height = axes.texts[0].get_window_extent().height
     assert min(b - a for a, b in pairwise(ends_at)) > 2.5 * height

@@ -71,7 +71,7 @@ def test_prompts_have_a_bos_as_the_texts_of_their_run(
         of_run = replace(source, data={**source.data, "add_bos": add_bos})
         assert of_run.encode("the cat") == [*begin, 1, 2]
         assert of_run.encode("") == begin
-    folder = models["gemma3_text"][0]  # has no tokenizer of its own
+    folder = models["gemma3_text"][0]  # a folder without a tokenizer
     assert open_source(folder, tokenizer=str(file)).encode("the cat") == [4, 1, 2]
 
 

@@ -297,7 +297,7 @@ def test_dropout_differs_between_ranks_and_repeats_in_a_recompute() -> None:
         assert first["eval"] == [first["eval"][0]] * 2
     for short, full in zip(kept, again, strict=True):
         assert (short["forward"], len(short["masks"])) == (2, 2 + 4)  # two evaluations after it
-        assert torch.equal(full["masks"][2], full["masks"][0])  # a recompute ends where it may
+        assert torch.equal(full["masks"][2], full["masks"][0])  # a recomputation may stop early
         assert not torch.equal(full["masks"][1], full["masks"][0])
         assert abs(short["norm"] - full["norm"]) < TOLERANCE
 
@@ -309,7 +309,7 @@ def _two(rank: int, models: list[nn.Module], data: list[Rows]) -> list[Trained]:
     losses: list[list[float]] = [[], []]
     norms: list[list[float]] = [[], []]
     for rows in data:
-        pending = [run.loss(*rows) for run in runs]  # both under way at once
+        pending = [run.loss(*rows) for run in runs]  # both in flight at the same time
         for index, run in enumerate(runs):
             outcome = run.step(pending[index])
             losses[index].append(outcome.loss)
@@ -426,7 +426,7 @@ def _dropped(rank: int, make: Callable[[], nn.Module]) -> list[str]:
     """Return which parts of a dropped run, and of the weights it trained, are still alive."""
     run = isp.parallelize(make(), job(weight=2))
     run.step(run.loss(*_data()[0]))
-    run.loss(*_data()[0])  # which nobody steps
+    run.loss(*_data()[0])  # a forward without a step
     step = run.train_step
     left = {
         "run": weakref.ref(run),

@@ -54,7 +54,7 @@ def _in_the_model(run: ParallelRun, rows: Rows) -> None:
     run.backward(_loss_of(run, rows))
     _fails("forward", run, run.hidden, rows.input_ids)
     _fails("backward", run, lambda: run.backward(_loss_of(run, rows)))
-    # what is there is a part of the gradients
+    # the gradients computed so far are incomplete
     assert "call run.backward(loss) first" in raised(run.step)
     run.backward(_loss_of(run, rows))
     run.zero_grad()

@@ -66,10 +66,10 @@ def _train(rank: int, case: tuple[nn.Module, Any, list[Rows], Path]) -> Any:
 CASES = {
     "cohere": job(2, 2),  # norms [H, d], which are not decayed
     "gpt2": job(2, 4, recompute=0.5),  # Conv1D, and a tied head
-    "mistral": job(4, 2, context=2),  # rows of unlike documents, joined
+    "mistral": job(4, 2, context=2),  # rows with different documents, packed
     "deepseek_v3": job(2, 4),  # experts, values smaller than keys, a buffer that is saved
     "gemma3_text": job(2, mode=Mode.MTP, recompute=0.5),  # a tied head, norms of heads
-    "phi3": job(2, mode=Mode.MSP),  # fused projections, gathered behind
+    "phi3": job(2, mode=Mode.MSP),  # fused projections
     "qwen2_moe": job(2, mode=Mode.FSP, recompute=0.5),  # biases of columns, experts
 }
 

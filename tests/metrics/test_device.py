@@ -42,7 +42,7 @@ def test_memory_is_a_peak_in_gib() -> None:
     assert 0.01 < before < 64
     filled = b"x" * int((before + 0.1) * 2**30)
     del filled
-    assert before + 0.1 <= peak_memory_gib(cpu) < 2 * before + 1  # beside all that there was
+    assert before + 0.1 <= peak_memory_gib(cpu) < 2 * before + 1  # in addition to the earlier peak
 
 
 def test_the_mfu_is_explained_in_the_log() -> None:
@@ -77,7 +77,7 @@ def test_memory_in_use_rises_and_falls():
     """Catches a meter that reads a peak, another process, or pages as bytes."""
     meter = MemoryMeter(torch.device("cpu"))
     before = meter.gib()
-    taken = mmap(-1, 2**27)  # 128 MiB of the system, where malloc may have some left
+    taken = mmap(-1, 2**27)  # 128 MiB from the system; malloc might reuse freed memory
     torch.frombuffer(taken, dtype=torch.uint8).fill_(1)
     during = meter.gib()
     taken.close()

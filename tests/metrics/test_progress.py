@@ -40,7 +40,7 @@ def test_lines_appear_above_the_bar(tmp_path: Path) -> None:
     ):
         for step in (2, 3):
             bar.show(loss=2.5, eta_seconds=None if step == 3 else 5025.0)
-            bar._bar.refresh()  # as if the last one had been long ago
+            bar._bar.refresh()  # as if the last refresh had been long ago
             logger.info("step: %d", step)
             logger.warning("careful")
     rows = terminal.rows()
@@ -65,7 +65,7 @@ def test_a_closed_terminal_only_ends_the_bar() -> None:
 
     class Closed(Terminal):
         def write(self, text: str) -> int:
-            raise OSError(errno.EIO, "Input/output error")  # as a terminal that hung up
+            raise OSError(errno.EIO, "Input/output error")  # as after the terminal was closed
 
     with ProgressBar(total=2, done=0, stream=Closed()) as bar:
         bar.show(loss=1.0, eta_seconds=1.0)

@@ -25,7 +25,8 @@ def of_decoder(keys: ModelConfig, context: int) -> Any:
     config = transformers.AutoConfig.for_model(**described)
     model = transformers.AutoModelForCausalLM.from_config(config).double()
     with torch.no_grad():
-        for parameter in model.parameters():  # none is 0 or 1: biases and norms count too
+        # none is 0 or 1, so that biases and norms have an effect
+        for parameter in model.parameters():
             parameter.copy_(0.2 * torch.randn_like(parameter) + (parameter.dim() == 1))
     return in_float64(model)
 

@@ -96,7 +96,7 @@ def test_a_window_counts_only_the_pairs_inside_it(window: int) -> None:
     row, column = torch.arange(length)[:, None], torch.arange(length)
     pairs = int(((column <= row) & (column > row - window)).sum())
     per_pair = 12 * config.num_layers * config.num_heads * config.head_size
-    # The rule takes the area below a line, the mask has steps: half a pair a token at most.
+    # The rule integrates a line and the mask has steps: they differ by half a pair a token at most.
     difference = pairs - attention_flops(config, [length]) / per_pair
     assert difference == pytest.approx(min(window, length) / 2)
 
@@ -114,5 +114,5 @@ def test_convolutions_and_scans_are_counted() -> None:
         transformers.AutoModelForCausalLM.from_config(small_config("mamba2", **sizes))
     )
     channels, states = 4 * 16 + 2 * 2 * 8, 4 * 16 * 8
-    mixing = 2 * channels * 4 + 4 * states  # a state's change, and what is asked of it
+    mixing = 2 * channels * 4 + 4 * states  # the update of a state, and its query
     assert model.flops([10, 5]) == 15 * (6 * model.trace.multiplied + 3 * 2 * mixing)

@@ -58,7 +58,7 @@ def _rows(text: str) -> dict[str, list[str]]:
 
 def test_ranks_log_nothing_except_the_table(folder: str, tmp_path: Path) -> None:
     """Catches log lines of a run, such as that of whole logits, once for each case and rank."""
-    handler = logging.FileHandler(tmp_path / "log")  # which forked ranks write to
+    handler = logging.FileHandler(tmp_path / "log")  # forked ranks write to it too
     logging.getLogger("isp").addHandler(handler)
     try:
         assert main(["check", folder, "--layouts", "mtp2"]) == 0

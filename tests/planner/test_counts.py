@@ -130,7 +130,7 @@ def _counted(rank: int, cases: list[tuple[Layout, ModelConfig, str]]) -> list[Co
         mesh = meshes.of(layout)
         run = make_run(mesh, layout, task, dtype=getattr(torch, dtype))
         if number % 3 == 0:
-            run.numbers(range(1))  # a later step has the transfers of the first
+            run.numbers(range(1))  # a later step has the same transfers as the first
         mesh.log.collect()
         share([task.batch(1, place) for place in range(layout.micro)], mesh)
         run.numbers(range(2, 3))
@@ -165,7 +165,7 @@ def _check(cases: list[tuple[Layout, ModelConfig, str]]) -> None:
         others = {world - 1 - n % world} if layout.pipeline > 1 else set()
         for rank in {n % world} | others:
             planned, found = traffic(case, rank).by_channel, of_ranks[rank][n]
-            if layout.expert > 1:  # how many tokens travel is the router's to say
+            if layout.expert > 1:  # the number of exchanged tokens depends on the router
                 calls, sent = planned.pop(_OF_TOKENS)
                 assert found.pop(_OF_TOKENS) == (calls, pytest.approx(sent, rel=0.5))
             assert planned == found, f"{layout} {dtype} {model} rank {rank}"

@@ -67,7 +67,7 @@ def test_the_reported_bytes_of_gathering_are_those_of_the_plan(on_cpu: bool) -> 
     sent = sum(n * t.sent_bytes for t, n in of_experts)
     assert sent == pytest.approx(found.gathered * (1 - kept))
     assert (found.layers[0].num_experts, found.layers[0].used, found.tokens) == (5, 2, SEQ_LEN // 2)
-    # 8 experts travel, as ranks have 2 of 5 at most; of half of the blocks tokens travel again
+    # 8 experts are sent, as ranks have at most 2 of 5; half of the blocks exchange tokens again
     assert found.crossing == pytest.approx(8 / 2 * passes * 3 * 16 / 5)
 
 

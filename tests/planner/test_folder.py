@@ -103,7 +103,7 @@ def _counted(rank: int, configs: list[JobConfig]) -> list[tuple[Counts, int]]:
     found = []
     for config in configs:
         step = _step(rank, config)
-        step(_batches(config), 0.1)  # its first gathers were launched before the log was emptied
+        step(_batches(config), 0.1)  # its first gathers were launched before the log was cleared
         step.mesh.log.collect()
         share(_batches(config), step.mesh)
         step(_batches(config), 0.1)

@@ -126,10 +126,11 @@ def test_following_the_advice_gives_what_it_says(
 ) -> None:
     """Catches advice that does not give the promised length, and JSON with other content."""
     words = ["plan", file, "--memory", "0.7", "--host-memory", "64GiB", "--max-seq-len"]
-    long = ["--data.seq_len", "50000"]  # no multiple of anything
+    long = ["--data.seq_len", "50000"]  # does not divide by any size
     assert main([*words, *long]) == 0
     said = capsys.readouterr().out
-    assert "14.40 GiB of its host's" in said  # four ranks share what the system leaves
+    # four ranks share the memory that the system does not use
+    assert "14.40 GiB of its host's" in said
     assert re.search(r"data.seq_len=50000 does not fit: [789]\d\d\.\d MiB", said)
     (enough,) = re.findall(r"data.seq_len=50000 fits with `.*`: (.*)", said)
     (best,) = re.findall(r"the longest: (.*)", said)
@@ -205,7 +206,7 @@ def test_a_configuration_that_fits_gets_no_advice(
     """Catches needless advice, a column with the heading of another length, and sizes reported as
     0.
     """
-    monkeypatch.setattr(lengths, "OPTIONS", ())  # the ground has keys of its own
+    monkeypatch.setattr(lengths, "OPTIONS", ())  # the first step already sets keys
     words = ["plan", file, "--memory", "4", "--max-seq-len", "--data.seq_len", "2"]
     assert main([*words, "--optimizer.offload_states", "true", "--host-memory", "0.02"]) == 1
     said = capsys.readouterr().out

@@ -72,7 +72,7 @@ def _measured(rank: int, cases: list[tuple[Layout, ModelConfig, str]]) -> list[t
 
         weights = (item.parameter for item in model.shards())
         known = {x.untyped_storage()._cdata for x in (*weights, batch.tokens)}
-        if model.learns:  # what later forwards need not keep
+        if model.learns:  # later forwards save less
             forward().backward()
             run.step.hook.after_step()
         of_model = _kept(lambda model=model, inputs=inputs: model(*inputs), known)  # type: ignore[misc]

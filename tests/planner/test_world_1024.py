@@ -52,7 +52,7 @@ def _one_rank(_: int, layout: Layout, rank: int) -> tuple[Counts, int]:
     run = make_run(mesh, layout, Task(model=MODEL))
     grad_norm = run.optimizer.grad_norm
 
-    def finite() -> float:  # what nobody sent is whatever was in memory
+    def finite() -> float:  # fake groups send nothing, so buffers have arbitrary contents
         grad_norm()
         return 1.0
 
@@ -75,6 +75,7 @@ def test_a_step_of_1024_ranks_equals_its_plan(name: str) -> None:
     ((transfers, held),) = run_ranks(1, _one_rank, layout, RANK)
     case = plan_case(layout, MODEL, "float64", on_cpu=False)
     planned = traffic(case, RANK).by_channel
-    planned.pop(("broadcast", Axis.TENSOR.value), None)  # the step begins behind the data
+    # the step starts after the broadcast of the data
+    planned.pop(("broadcast", Axis.TENSOR.value), None)
     assert transfers == planned
     assert held == states(case, case.place(RANK)).states

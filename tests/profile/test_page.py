@@ -93,7 +93,7 @@ def test_a_narrow_window_shows_everything(html: str, read: HtmlPage) -> None:
     assert ".scroll { overflow-x: auto;" in read.styles
     assert {"table", "pre", "svg"} <= set(read.tags)
     assert not read.unboxed
-    assert HtmlPage("<svg width='900'></svg>").unboxed  # which the line before would have found
+    assert HtmlPage("<svg width='900'></svg>").unboxed  # shows that the check above works
     sizes = re.findall(r"font(?:-size)?: ([\d.]+)(\w+)", read.styles)
     assert len(sizes) > 5
     assert {unit for _, unit in sizes} == {"px"}

@@ -24,7 +24,7 @@ MODEL = ModelConfig(
     num_layers=3,
     num_heads=2,
     intermediate_size=24,
-    checkpoint=0.3,  # the first block is computed again
+    checkpoint=0.3,  # the first block is recomputed
     init_std=0.3,
 )
 STEPS = 3
@@ -74,8 +74,8 @@ def test_steps_in_isp_mode_are_recorded():
             gathers = Counter(
                 (c.phase, c.block) for c in own if c.channel == "weight" and c.kind == "all_gather"
             )
-            # layers.2 and the head stay from forward to backward, layers.0 is gathered to compute
-            # it again, and serves backward too.
+            # layers.2 and the head stay from forward to backward; layers.0 is gathered for its
+            # recomputation, which backward shares.
             assert gathers == {
                 ("forward", "model.embed_tokens"): 1,
                 ("forward", "model.layers.0"): 4,

@@ -70,10 +70,10 @@ def test_advice_considers_other_transfers_on_the_link():
     alone, exchange = _gather(31, 55), {"phase": Phase.FORWARD, "channel": "tensor"}
     busy = transfer("all_to_all", QKV, launch=19, end=29, wait=19, **exchange)
     assert "launch_allgather_before=attn" in _wait(alone).advice
-    # Behind it, from attn, the gather would be there at 29 + 31.
+    # After it, launched at attn, the gather would arrive at 29 + 31.
     assert "launch_allgather_before=wqkv" in _advice(_gather(31, 62), busy)
     longer = transfer("all_to_all", QKV, launch=19, end=35, wait=19, **exchange)
-    # Meeting it, from wqkv, at 2 + 37 + 16.
+    # Overlapping with it, launched at wqkv, at 2 + 37 + 16.
     assert "launch_allgather_before" not in _advice(_gather(31, 68), longer)
 
 
@@ -112,7 +112,8 @@ def test_an_earlier_launch_helps_all_ranks():
     """Catches ranks reported as late for a gather that all of them launch too late."""
     late = transfer("all_gather", WQKV, phase=Phase.FORWARD, launch=60, end=64, wait=61)
     wait = _wait(_gather(31, 64), others=(late,))
-    assert "launch_allgather_before=wqkv" in wait.advice  # from attn, there at 60 - 11 + 4
+    # launched at attn, it would arrive at 60 - 11 + 4
+    assert "launch_allgather_before=wqkv" in wait.advice
     assert wait.late_ms == pytest.approx(12)
 
 

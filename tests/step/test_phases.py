@@ -143,7 +143,7 @@ ALONE = ["--parallel.tensor.size", "1", "--parallel.weight.size", "1", "--data.s
 def test_records_have_the_time_of_each_phase(tmp_path: Path) -> None:
     """Catches phases that add up to more than the step, or include evaluations or saves."""
     job = write_job(tmp_path)
-    words = ["--checkpoint.async_mode", "disabled"]  # lines of threads come at any time
+    words = ["--checkpoint.async_mode", "disabled"]  # background threads would log at any time
     words += ["--checkpoint.interval", "3", "--validation.freq", "4", "--validation.steps", "2"]
     words += ["--metrics.enable_tensorboard", "--data.valid_source", str(tmp_path / "text.txt")]
     (rows,) = run_ranks(1, _train_watched, str(job), [*ALONE, *words])

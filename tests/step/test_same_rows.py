@@ -34,7 +34,7 @@ SAID = "input_ids, labels, position_ids, attention_mask and pick on all ranks of
 
 
 def _sampled(run: ParallelRun, rank: int) -> Any:
-    return run.loss(IDS[rank : rank + 1])  # as by DistributedSampler(data), without data ranks
+    return run.loss(IDS[rank : rank + 1])  # as with DistributedSampler(data) without the data ranks
 
 
 def _evaluated(run: ParallelRun, rank: int) -> Any:
@@ -98,7 +98,7 @@ def _told(rank: int, _: None) -> Any:
         said.update({f"{call.__name__}": raised(call, run, rank) for call in DIFFERENT})
 
     found = trained(run, DATA, go_wrong)
-    assert run.loss(IDS[rank // 2].unsqueeze(0)).isfinite()  # data ranks may have what they want
+    assert run.loss(IDS[rank // 2].unsqueeze(0)).isfinite()  # data ranks may have different rows
     return said, found
 
 

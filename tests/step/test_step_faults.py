@@ -110,7 +110,7 @@ def _loss(run: Run, *, fails: bool = False) -> tuple[Tensor, Tensor]:
 
 def _go_backward(run: Run, *, refused: bool) -> None:
     """Run backward for some gradients, for all, and once with a failure midway."""
-    run.weights()  # published
+    run.weights()  # waits until all weights are published
     weight = next(i.parameter for i in run.parameters if i.name.endswith("mlp.down_proj.weight"))
     loss, h = _loss(run)
     torch.autograd.grad(loss, h)

@@ -96,7 +96,7 @@ def test_all_contestants_receive_the_same_bytes_on_a_modelled_link(
     run("bench_link", *words, "--gb-per-second", "100", "--json", str(numbers))
     rows = json.loads(numbers.read_text())
     received = {row["who"]: row["received_bytes"] for row in rows}
-    assert len(rows) == 2 * len(received)  # over a link of infinite speed first
+    assert len(rows) == 2 * len(received)  # each also with an infinitely fast link
     assert [row["gb_per_second"] for row in rows] == [None] * len(received) + [100] * len(received)
     assert {row["who"] for row in rows if "exposed" in row} == {*received} - {"compute alone"}
     hidden, vocab = 128, 8 * 128

@@ -71,7 +71,7 @@ def test_a_run_continues_after_a_step_that_fails_or_hangs(tmp_path, monkeypatch,
     }
     assert found["counts"]["numbers"] == found["hangs"]["numbers"] == [7]
     pid, *where = (tmp_path / "hangs.log").read_text().splitlines()
-    assert where[-1] == "KeyboardInterrupt"  # the log says where it was
+    assert where[-1] == "KeyboardInterrupt"  # the log has the traceback
     left = Path("/proc", pid)
     for _ in range(50):
         if not left.exists() or ") Z" in (left / "stat").read_text():
@@ -124,7 +124,7 @@ def test_a_page_that_fails_loses_no_results(tmp_path, monkeypatch, capsys):
     """Catches an error of the page that ends the run, or keeps its results out of the archive."""
     half = "open('{json}', 'w').write('[7')"
     monkeypatch.setattr(gpu_run, "STEPS", (_step("one", half), _step("two", "print(2)")))
-    (tmp_path / "two.json").write_text('{"step": ')  # a kill left it
+    (tmp_path / "two.json").write_text('{"step": ')  # left by a killed step
     (tmp_path / "report").write_text("no folder")
     assert _run(tmp_path) == 0
     assert "no page: FileExistsError" in capsys.readouterr().out
@@ -171,7 +171,8 @@ def test_parts_consist_of_steps_for_one_gpu():
     second = gpu_run.chosen(["second"], ONE_GPU, ran)
     assert [step.name for step in first][:2] == ["facts", "tests"]
     assert {step.part for step in first} == {"first"}
-    assert {step.part for step in second} == {"second", ""}  # then what is left, if there is time
+    # then the remaining steps, if there is time
+    assert {step.part for step in second} == {"second", ""}
     assert [step.part for step in second] == sorted((s.part for s in second), reverse=True)
     assert not [step for step in (*first, *second) if step.gpus > 1 or not step.default]
     for part, seconds in PARTS.items():
@@ -246,7 +247,7 @@ def test_a_contestant_that_fails_has_a_row(tmp_path, monkeypatch, fault):
         if rung == 3:
             raise fault
         if rung == 2:
-            assert len(json.loads(numbers.read_text())) == 2  # what is measured is saved
+            assert len(json.loads(numbers.read_text())) == 2  # measurements are saved
             raise torch.OutOfMemoryError
         return bench_memory.Row(list(bench_memory.RUNGS)[rung], tokens, 2, 1, 1.0)
 
@@ -343,7 +344,7 @@ def test_exposed_time_is_not_covered_by_another_kernel():
         lane(1, 150, 200),  # the step is 100 long
         lane(2, 130, 141),  # of which we found 11 exposed
         kernel(1_003_000, "gemm", 90, 130),
-        kernel(1_003_001, "ncclDevKernel_AllGather", 120, 142),  # 12 of it beside nothing
+        kernel(1_003_001, "ncclDevKernel_AllGather", 120, 142),  # 12 of it without another kernel
         kernel(1_003_000, "gemm", 142, 250),
         kernel(1_003_001, "ncclDevKernel_AllGather", 200, 260),  # the next step's
         kernel(1_004_000, "ncclDevKernel_AllGather", 100, 200),  # another rank's

@@ -195,7 +195,7 @@ class Run:
             device = self.parameters[0].parameter.device
             batches = [self.task.batch(step, place).to(device) for place in places]
             outcome = self.step(batches, learning_rate(step))
-            # 0 where no token has a label: NaN is unlike itself
+            # 0 where no token has a label: NaN does not equal itself
             loss = outcome.loss if outcome.valid_tokens else 0.0
             numbers.append((loss, outcome.grad_norm))
         return numbers
@@ -232,7 +232,7 @@ def make_run(
 ) -> Run:
     """Return a run on this rank."""
     model = task.model
-    if isinstance(model, ModelConfig):  # else a test's own
+    if isinstance(model, ModelConfig):  # otherwise a model that the test has built
         model = language_model(model, str(dtype).removeprefix("torch."))
     built = build_model(model, layout.parallel, mesh, seed=SEED, device=device, dtype=dtype)
     parameters = list(built.trained)

@@ -80,7 +80,7 @@ def test_a_rank_does_not_collect_garbage_of_its_parent() -> None:
     """Catches a rank that deletes a store of its parent and waits for a thread that it does not
     have.
     """
-    gc.disable()  # so that it is still there when ranks begin
+    gc.disable()  # so that the garbage still exists when ranks start
     try:
         Owner()
         assert run_ranks(1, _collect) == [0]

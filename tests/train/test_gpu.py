@@ -101,7 +101,7 @@ def _assert_same(found: tuple[Numbers, Weights], expected: tuple[Numbers, Weight
 @pytest.mark.parametrize(
     ("name", "where"),
     [
-        ("isp", "cpu"),  # that this world is one
+        ("isp", "cpu"),  # checks the mirror world itself
         *(pytest.param(name, "cuda", marks=needs_gpu) for name in MIRRORED),
     ],
 )
@@ -143,7 +143,8 @@ def _alone(name: str) -> Numbers:
 def _on_gpu(rank: int, folder: str, expected: dict[str, Numbers]) -> None:
     """Train every layout, and print the differences from the expected results."""
     use_loopback()
-    if NUM_GPUS == 1:  # NCCL refuses two ranks of one host on a GPU: give each a host of its own
+    # NCCL refuses two ranks of one host on one GPU: give each rank another host id
+    if NUM_GPUS == 1:
         os.environ.update(ON_ONE_GPU, NCCL_HOSTID=f"isp-{rank}")
     device = torch.device("cuda", rank % NUM_GPUS)
     torch.cuda.set_device(device)

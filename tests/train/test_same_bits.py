@@ -118,7 +118,7 @@ def _same_bits(rank: int, groups: list[tuple[Layout, list[Way], torch.dtype]]) -
             for name, weight in result.weights.items():
                 assert np.array_equal(weight, first.weights[name]), f"{where}: {name}"
             by_weight.setdefault(way.weight, result.launched)
-        if by_weight.keys() >= set(CORNERS):  # no wonder that it changes nothing if it does nothing
+        if by_weight.keys() >= set(CORNERS):  # the settings must have had an effect
             assert len({by_weight[weight] for weight in CORNERS}) == len(CORNERS)
 
 

@@ -78,7 +78,7 @@ def _processes_in(folder: Path) -> list[int]:
     found = []
     for entry in Path("/proc").iterdir():
         if entry.name.isdecimal():
-            with suppress(OSError):  # it has ended, or is not ours
+            with suppress(OSError):  # it has ended, or belongs to another user
                 if Path(os.readlink(entry / "cwd")) == folder.resolve():
                     found.append(int(entry.name))
     return found
@@ -108,7 +108,7 @@ def torchruns(tmp_path: Path, wires: Wires) -> Iterator[Launchers]:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)  # seconds: twice the import of torch, on a machine that does more
+@pytest.mark.timeout(900)  # seconds: two imports of torch on a busy machine
 def test_two_machines_train_as_one_and_stop_together(
     tmp_path: Path, wires: Wires, torchruns: Launchers
 ) -> None:
@@ -134,7 +134,7 @@ def test_two_machines_train_as_one_and_stop_together(
     await_word("step: 5/", machines)
     machines[1].send_signal(signal.SIGTERM)
     machines[1].wait()
-    # The other torchrun waits for the one that is gone, 300 seconds: its rank has ended long since.
+    # The other torchrun waits 300 seconds for the one that was killed; its rank has ended.
     await_word("stopped after step", machines[:1])
     (run,) = run_folders(job)
     stopped = numbers(run)
@@ -168,7 +168,7 @@ def test_a_death_on_one_machine_loses_nothing(tmp_path: Path, killed: str) -> No
     port = free_port()
     meet = ["--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}", "--rdzv-id=job"]
     options = ["--nnodes=2", "--nproc-per-node=1", "--max-restarts=3", *meet]
-    # Steps are cheap: so many that the kill, after the first checkpoint, does not come too late.
+    # Many cheap steps, so that the kill after the first checkpoint comes before the end.
     words = ["--training.steps", "60", "--checkpoint.interval", "10"]
     env = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "01"[killed == "agent"]}
 
@@ -177,7 +177,8 @@ def test_a_death_on_one_machine_loses_nothing(tmp_path: Path, killed: str) -> No
 
     try:
         running = [start()]
-        _wait_for_store(port)  # who opens it first has it, and must not be the one that is killed
+        # the agent that opens the port first hosts the store, and must not be the killed one
+        _wait_for_store(port)
         running.append(start())
         while not (tmp_path / "out/job/latest/checkpoint/step_10").exists():
             said = [agents.said(number).read_text() for number in (0, 1)]

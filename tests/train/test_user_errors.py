@@ -37,7 +37,7 @@ def test_ctrl_c_saves_and_the_same_command_resumes(tmp_path: Path) -> None:
             run.send_signal(signal.SIGINT)
             out, err = run.communicate(timeout=100)
         finally:
-            run.kill()  # its ranks follow
+            run.kill()  # its ranks end with it
     assert run.returncode == 128 + signal.SIGINT
     assert "run the same command again to resume" in out
     assert "Traceback" not in err

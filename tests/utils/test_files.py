@@ -28,7 +28,7 @@ from isp.train.folder.run_folder import LaunchRecord, RunFolder
 from isp.utils.files import read_json, read_limited
 from tests.models.folders import write_job
 
-# -- what is read ------------------------------------------------------------------------------
+# -- readers -----------------------------------------------------------------------------------
 
 
 def _config(folder: Path) -> object:
@@ -68,7 +68,8 @@ READERS: dict[str, Callable[[Path], object]] = {
 PLACED: dict[str, Callable[[Path], object]] = {
     "pipe": os.mkfifo,
     "device": lambda path: path.symlink_to("/dev/zero"),
-    "endless": lambda path: (path.touch(), os.truncate(path, 2**40)),  # without a block on disk
+    # sparse: without a block on disk
+    "endless": lambda path: (path.touch(), os.truncate(path, 2**40)),
     "nested": lambda path: path.write_text('{"a": ' + "[" * 200_000 + "\n"),
 }
 
@@ -126,7 +127,7 @@ def test_a_dataset_may_only_name_files_of_its_folder(tmp_path: Path, name: objec
         open_datasets(DataConfig(source=str(folder), seq_len=8), seed=0)
 
 
-# -- what is written ---------------------------------------------------------------------------
+# -- writers -----------------------------------------------------------------------------------
 
 NAME = "2026-11-21_03-06-12"
 

@@ -135,7 +135,7 @@ def _raise(text: str) -> None:
     raise RuntimeError(text)
 
 
-# -- the doors by which foreign code comes in --------------------------------------------------
+# -- inputs that contain foreign code ----------------------------------------------------------
 
 FOR, END = "{% for i in range(99999) %}" * 3, "{% endfor %}" * 3
 TEMPLATES = {

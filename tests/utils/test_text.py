@@ -118,7 +118,7 @@ def test_control_characters_are_escaped(kind: str) -> None:
 
 def _logged(text: str, folder: Path, capsys: Any) -> str:
     with pytest.MonkeyPatch.context() as patch:
-        # pytest's own record of logs has the text as it is, which no report of a test can hold.
+        # pytest's log capture keeps the raw text, with which its reports would fail.
         patch.setattr(logging.getLogger(), "handlers", [])
         with run_logging(folder / "log", rank=0, terminal=sys.stdout):
             logging.getLogger("isp").info("%s", text)

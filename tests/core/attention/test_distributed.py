@@ -113,7 +113,7 @@ def test_each_tensor_is_one_message_of_the_heads_that_are_read(
         return head_bytes * sum(len(deal[to]) for to in range(world) if to != rank)
 
     for rank, transfers in enumerate(run_ranks(world, _count_transfers, world, case, 0)):
-        # back, a rank sends what it has of the heads, to every other rank its tokens
+        # back: a rank sends its heads, to each other rank that rank's tokens
         back_q = head_bytes * len(plan.query[rank]) * (world - 1)
         back_kv = head_bytes * len(plan.kv[rank]) * (world - 1)
         query, kv = sent(rank, plan.query), sent(rank, plan.kv)

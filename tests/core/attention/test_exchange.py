@@ -121,7 +121,7 @@ def _run_failure(rank: int, world: int) -> list[str]:
     dist.barrier()  # both are connected
     if rank == 1:
         dist.destroy_process_group()
-        return []  # gone before its part of the exchange
+        return []  # ends before its part of the exchange
     exchange = Exchange(_channel(world), (Cut.even(2, 4, world),), Cut.even(1, 4, world))
     arrive = launch(exchange, (torch.randn(1, 2, 4, 3, requires_grad=True),))
     raised = []

@@ -141,7 +141,7 @@ def test_the_flash_kernel_on_a_gpu_follows_the_definition() -> None:
     (q, k, v), dout = random_inputs(1, 300, 4, 2, 64)
     mask = AttentionMask.of_documents([200, 100], [200, 100])
     plain, lse = CpuAttention().with_lse(*(x.detach()[0] for x in (q, k, v)), mask)
-    lse = lse + 0.5  # as if there were more keys elsewhere
+    lse = lse + 0.5  # as if other ranks had more keys
     wide = dout[0], *(x.detach()[0] for x in (q, k, v)), plain, lse
     expected = [plain, lse - 0.5, *CpuAttention().gradients(*wide, mask)]
     narrow = [x.to("cuda", torch.bfloat16) for x in wide[:-1]]

@@ -53,7 +53,7 @@ def expandable() -> None:
         assert [s["is_expandable"] for s in segments] == [True] * len(segments)
         torch.cuda.memory._record_memory_history()
         del x
-        assert torch.cuda.memory._snapshot()["segments"]  # as MemoryGuard asks for it
+        assert torch.cuda.memory._snapshot()["segments"]  # as MemoryGuard reads it
 
 
 def registered_buffers() -> None:
@@ -79,7 +79,7 @@ def registered_buffers() -> None:
 @pytest.mark.parametrize("case", [high_priority, expandable, registered_buffers])
 def test_torch_and_nccl_accept_our_options(case: Callable[[], None]) -> None:
     """Catches options, settings and memory that this torch, NCCL or GPU does not support."""
-    done = subprocess.run(  # settings and groups are a process's
+    done = subprocess.run(  # in a child process, since settings and groups are global
         [sys.executable, "-c", f"from tests.core.comm import test_gpu; test_gpu.{case.__name__}()"],
         cwd=Path(__file__).parents[3],
         env={k: v for k, v in os.environ.items() if k not in ALLOCATOR_VARIABLES},

@@ -63,11 +63,11 @@ def test_axes_with_the_same_ranks_share_a_group_unless_it_delays_one(said: str) 
 
 def _groups(rank: int, topology: Topology) -> tuple[int, dict[str, int]]:
     """Return the number of process groups other than the default one, and each channel's counts."""
-    others = Mesh(topology, rank, backend="gloo")  # whose time-outs are nobody's here
+    others = Mesh(topology, rank, backend="gloo")  # another mesh, whose timeouts must not matter
     assert dist.group.WORLD not in {channel.group for channel in others.opened}
     mesh = Mesh(topology, rank)
     waiting = []
-    for axis in Axis:  # first all that share, then their ends in another order
+    for axis in Axis:  # launch on all channels that share a group, then wait in another order
         ranks = topology.group_of(axis, rank)
         x = torch.tensor([rank], dtype=torch.float64)
         waiting.append((axis, sum(ranks), mesh[axis].all_reduce(x, tag=Tag(tensor="x"))))

@@ -26,7 +26,8 @@ def _gather(axis: Axis, label: str) -> Work:
 
 
 def _sleep(mesh: Mesh) -> None:
-    time.sleep(4.5 * SECONDS)  # longer than the others wait: a rank that ends is another matter
+    # longer than the others wait; a rank that has ended would be reported differently
+    time.sleep(4.5 * SECONDS)
 
 
 def _said(rank: int, works: list[list[Work]]) -> str:
@@ -63,7 +64,7 @@ def test_the_missing_rank_is_named() -> None:
 def test_the_missing_rank_is_found_across_groups() -> None:
     """Catches ranks blamed although they wait themselves, and ranks whose reports differ."""
     chain = [
-        [_gather(Axis.TENSOR, "x")],  # waits for 1, who waits for 3
+        [_gather(Axis.TENSOR, "x")],  # waits for rank 1, which waits for rank 3
         [_gather(Axis.DATA, "y"), _gather(Axis.TENSOR, "x")],
         [_gather(Axis.TENSOR, "x")],
         [_sleep],

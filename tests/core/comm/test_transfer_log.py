@@ -54,7 +54,7 @@ def _ended_without_a_wait(rank: int, listens: bool) -> bool:
     channel, seen = Channel(dist.group.WORLD), _Seen()
     channel.log.observer, channel.log.listens = seen, listens
     pending = channel.all_reduce(torch.ones(4))
-    _moves(channel, 1)  # behind it
+    _moves(channel, 1)  # after the all-reduce
     for _ in range(100 if listens else 10):
         time.sleep(0.01)
         if seen[0].ended:
@@ -74,7 +74,7 @@ def test_gloo_threads_call_python_only_if_the_log_listens() -> None:
 def _untimed(rank: int) -> None:
     with Device() as device:
         channel, seen = Channel(dist.group.WORLD), _Seen()
-        channel.log.collect()  # to count is not to time
+        channel.log.collect()  # collecting counts, but does not time
         _moves(channel, 3)
         assert (device.timed, device.made) == ([], [])
         assert [t.exposed for t in channel.log.take()] == [0, 0, 0]

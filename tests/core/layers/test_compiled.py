@@ -40,7 +40,7 @@ def _run(
     layer: str, length: int, dtype: torch.dtype, device: torch.device, *, compiled: bool
 ) -> Outcome:
     draw = _draw(length, dtype, device)
-    if layer == "rotation":  # of a part of a fused tensor, as a model has it
+    if layer == "rotation":  # x is a slice of a fused tensor, as in a model
         angles = RotaryEmbedding(SIZE)(
             torch.arange(2 * length, device=device).view(2, length), dtype=dtype
         )
@@ -82,7 +82,7 @@ def test_formulas_and_saved_tensors_match_the_plain_ones(layer: str, dtype: torc
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)  # compilers take their time on a busy machine
+@pytest.mark.timeout(600)  # compilers are slow on a busy machine
 @pytest.mark.parametrize(
     ("layer", "dtype"), [("rotation", torch.float32), ("swiglu", torch.bfloat16)]
 )

@@ -41,7 +41,7 @@ def _loss(rank: int, case: tuple[float, int]) -> None:
         local = logits[..., own].contiguous()
         before = local.clone()
         head = local.clone().requires_grad_()
-        local = head * 1  # as a layer's output, not a leaf
+        local = head * 1  # not a leaf, like a layer's output
         kept = local.detach()
         loss = vocab_parallel_cross_entropy(
             local, target, smoothing, channel=channel, first=first, reuse_logits=reuse
@@ -179,7 +179,7 @@ def _check_kernels(device: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)  # compilers take their time on a busy machine
+@pytest.mark.timeout(600)  # compilers are slow on a busy machine
 def test_one_loss_kernel_serves_all_lengths() -> None:
     """Catches a kernel that computes something else, and one compiled for each length."""
     _check_kernels("cpu")

@@ -35,7 +35,7 @@ __all__ = [
 S, B, WIDTH, INNER = 8, 2, 16, 48
 WORLDS = [1, 4]
 DTYPE = torch.float64
-# Sums over the ranks are taken in another order than the unsharded matmul takes them.
+# Sums over the ranks have another order than those in the unsharded matmul.
 CLOSE = {"rtol": 1e-12, "atol": 1e-12}
 
 

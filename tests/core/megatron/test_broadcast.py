@@ -53,7 +53,7 @@ def _run(rank: int, ranks_of_groups: list[list[int]]) -> dict[str, object]:
     found["kinds"] = [t.kind for t in channel.log.take()]
     got["tokens"].zero_()
     assert data is None or data["tokens"].any(), "the first rank's own tensor was written to"
-    # What other ranks have is not looked at.
+    # The data of other ranks are ignored.
     mine = {"tokens": torch.full((3,), rank)}
     shared = broadcast_data(["tokens"], mine, torch.int64, channel=channel)
     assert shared["tokens"].tolist() == [ranks_of_groups[seed][0]] * 3
@@ -73,7 +73,7 @@ def _run(rank: int, ranks_of_groups: list[list[int]]) -> dict[str, object]:
         faults.append(str(raised.value))
     found["faults"] = faults
     found["sent"] = len(channel.log.take())
-    # The group is at the same place on all ranks: the next one works.
+    # No rank is a collective ahead: the next call works.
     again = broadcast_data(["tokens"], data, torch.int64, channel=channel)
     assert torch.equal(again["tokens"], expected["tokens"])
     return found

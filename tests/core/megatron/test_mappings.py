@@ -165,7 +165,7 @@ def _check_flat_pieces(rank: int) -> None:
     copy = tp.split_tensor_into_1d_equal_chunks(whole, channel, new_buffer=True)
     assert view.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr()
     assert copy.untyped_storage().nbytes() == whole.untyped_storage().nbytes() // WORLD
-    # What a rank gives need not be flat.
+    # A rank's tensor need not be flat.
     mine = torch.full((2, 4), float(rank))
     expected = torch.arange(WORLD).repeat_interleave(8).float()
     assert torch.equal(tp.gather_split_1d_tensor(mine, channel), expected)

@@ -96,12 +96,12 @@ def test_small_splits_match_those_of_the_note() -> None:
         (Slice(0, 0, 2), Slice(1, 0, 2), Slice(2, 4, 6)),
         (Slice(1, 2, 4), Slice(2, 0, 4)),
     )
-    # four alike, two ranks: whole
+    # four equal documents on two ranks stay whole
     assert SequenceSplit.of([5, 5, 5, 5], 2).slices == (
         (Slice(0, 0, 5), Slice(1, 0, 5)),
         (Slice(2, 0, 5), Slice(3, 0, 5)),
     )
-    # a window of one makes all tokens alike
+    # with a window of one all tokens cost the same
     assert SequenceSplit.of([8], 2, ((1, 1),)).slices == ((Slice(0, 0, 4),), (Slice(0, 4, 8),))
     # fewer tokens than ranks
     assert SequenceSplit.of([1, 1], 3).slices == ((Slice(0, 0, 1),), (Slice(1, 0, 1),), ())

@@ -81,7 +81,7 @@ def _scattered(lengths: tuple[int, ...], size: int) -> SequenceSplit:
     return SequenceSplit(lengths, tuple(tuple(slices[rank::size]) for rank in range(size)))
 
 
-@cache  # filled before ranks are forked, which then have it
+@cache  # filled before ranks fork, so that they inherit it
 def _plain(name: str, lengths: tuple[int, ...]) -> tuple[Tensor, list[Tensor]]:
     kind = KINDS[name]
     xs = kind.tensors(sum(lengths), 3)

@@ -26,7 +26,7 @@ def test_updated_weights_stay_allocated_until_they_are_sent() -> None:
     publisher = Publisher(
         [ShardedParameter("w", parameter, layout)], WireChannel(cycles=LONG_CYCLES // 4)
     )
-    own = parameter.detach()[4:].clone()  # rank 1's, of two that do the same
+    own = parameter.detach()[4:].clone()  # the rows of rank 1, of two ranks with equal data
     torch.cuda.synchronize()
     publisher.launch()
     with torch.cuda.stream(torch.cuda.Stream()):

@@ -45,7 +45,7 @@ ONE = Matrices()
 SPECS = [
     Spec("slow", (7, 5), dim=0, matrices=ONE),  # 4 + 3 rows, then 2 + 2 + 2 + 1 or so in zero1
     Spec("wide", (3, 9), dim=1, matrices=ONE),
-    Spec("whole", (4, 6), matrices=ONE),  # as experts are where features are split
+    Spec("whole", (4, 6), matrices=ONE),  # whole on each rank, like experts in mtp, msp and fsp
     Spec("norm", (4,)),
     Spec(
         "qkv",
@@ -58,7 +58,7 @@ SPECS = [
     Spec("table", (6, 3), dim=0, matrices=Matrices(of_block=False)),
     Spec("head", (6, 3), dim=0, matrices=Matrices(of_block=False)),
     Spec("left", (6, 3), dim=0, matrices=ONE),
-    Spec("shared", (6, 3), dim=0),  # tied: no matrix of its own
+    Spec("shared", (6, 3), dim=0),  # tied, so not updated as a matrix
     Spec(
         "turned.gated",
         (3, 2, 8),

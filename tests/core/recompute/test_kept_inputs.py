@@ -71,7 +71,7 @@ class Net:
         torch.manual_seed(0)
         y = self.forward()
         for remaining in reversed(range(passes)):
-            torch.rand(3)  # the recompute must not care what was drawn meanwhile
+            torch.rand(3)  # numbers drawn in between must not change the recomputation
             y.backward(retain_graph=remaining > 0)
         assert self.weights.grad is not None
         return self.weights.grad
@@ -115,7 +115,7 @@ def test_an_input_is_copied_back_one_part_ahead() -> None:
 
     with mock.patch.object(Stored, "fetch", noted):
         y.backward()
-    # Part 3 finds its input here; 2 sets off before part 3 runs again, and so on.
+    # The input of part 3 is on the device; that of part 2 is copied before part 3 reruns, etc.
     assert numbers == [(2, "3"), (1, "3"), (0, "2")]
     assert _copies(net) == ["from_host"] * 3
 
@@ -127,10 +127,10 @@ def test_inputs_of_several_forwards_are_copied_back_in_order() -> None:
     losses = [net.forward() for _ in range(3)]
     net.log.take()
     losses[0].backward()
-    # All of the first, none of which had stayed, and ahead the last one of the second.
+    # All of the first forward, as none stayed on the device, and ahead the last of the second.
     assert _copies(net) == ["from_host"] * 4
     losses[1].backward()
-    assert _copies(net) == ["from_host"] * 2  # the last one of the third is here
+    assert _copies(net) == ["from_host"] * 2  # the last one of the third forward is on the device
     losses[2].backward()
     assert _copies(net) == ["from_host"] * 2
     expected = Net(3)

@@ -59,7 +59,7 @@ class Net:
         streams = [*self.tracker.get_states().values(), torch.get_rng_state()]
         found = [y]
         for remaining in reversed(range(passes)):
-            torch.rand(3)  # the recompute must not care what was drawn meanwhile
+            torch.rand(3)  # numbers drawn in between must not change the recomputation
             y.square().sum().backward(retain_graph=remaining > 0)
             found += [leaf.grad.clone() for leaf in leaves if leaf.grad is not None]
         torch.set_rng_state(streams[-1])
@@ -147,7 +147,7 @@ def _distributed(rank: int) -> tuple[int, list[str]]:
     assert same(whole.run(checkpointed(whole))[0], expected)
     kinds = [t.kind for t in channel.log.take()]
 
-    # Nobody else keeps the whole input of the second part alive.
+    # No other reference keeps the whole input of the second part alive.
     x = net.x.clone().requires_grad_()
     middle = checkpointed(net, channel)(x)
     end = checkpointed(net, channel)(middle.tanh())

@@ -300,12 +300,12 @@ def test_the_cursor_searches_only_the_next_block() -> None:
     for place in forward:
         assert cursor.arrive(place, Phase.FORWARD) is not None
     position = cursor.position
-    assert cursor.arrive(forward[0], Phase.FORWARD) is None  # that is F1, behind the whole of B0
+    assert cursor.arrive(forward[0], Phase.FORWARD) is None  # this use is of F1, after all of B0
     assert cursor.arrive((0, 2, 0), Phase.BACKWARD) is None  # not B0's first
     assert cursor.position == position
     assert cursor.arrive((0, 3, 0), Phase.BACKWARD) is not None
     skipped = cursor.position
-    found = cursor.arrive((0, 1, 0), Phase.BACKWARD)  # but within B0 it looks
+    found = cursor.arrive((0, 1, 0), Phase.BACKWARD)  # inside B0 the cursor searches
     assert found is not None
     assert [step.site.block for step in planned.entries[skipped:found]] == [2, 2, 2, 2, 1, 1, 1]
 
@@ -375,7 +375,7 @@ def test_autograd_gets_none_for_gradients_in_flight() -> None:
         parameter.register_hook(seen.append)
     communicator.begin(sequential_actions(1))
     net(IDS).square().sum().backward()
-    assert seen == [None] * len(weights)  # each was passed, and had nothing
+    assert seen == [None] * len(weights)  # each hook ran, with no gradient
     assert [name for name, p in weights.items() if p.grad is not None] == []
     communicator.finish()
     for name, p in weights.items():
@@ -395,7 +395,8 @@ def test_an_embedding_is_prefetched_and_not_gathered_in_backward() -> None:
     assert "gather embedding" not in forward
     loss.backward()
     backward = channel.taken()
-    ahead = backward.index("gather embedding")  # for the second micro-batch, behind block a's work
+    # for the second micro-batch, after the work of block a
+    ahead = backward.index("gather embedding")
     assert backward.index("reduce b.wqkv") < ahead < backward.index("reduce a.wo")
     assert "wait embedding" not in backward
     net(ids).sum().backward()

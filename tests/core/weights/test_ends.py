@@ -29,7 +29,7 @@ def _forms(rank: int) -> None:
     def part(x: Tensor, dim: int) -> Tensor:
         return x.chunk(4, dim)[rank]
 
-    # V/p of all tokens, all of all tokens, or all of its own tokens
+    # V/p for all tokens, V for all tokens, or V for a rank's own tokens
     for retain, expected, grad in (
         (True, part(logits, 2), part(dy, 2)),
         (False, logits, dy),

@@ -252,7 +252,7 @@ def test_gathers_wait_for_weights_written_by_compute(announced: bool) -> None:
     torch.cuda._sleep(LONG_CYCLES // 4)
     with torch.no_grad():
         for parameter in (*net.parameters(), stranger.weight):
-            parameter.mul_(2)  # queued behind the sleep, on the stream of compute
+            parameter.mul_(2)  # queued after the sleep, on the compute stream
         also = stranger(x)
         found = net(tokens)
     torch.cuda.synchronize()

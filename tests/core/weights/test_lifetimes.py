@@ -133,7 +133,7 @@ def test_a_step_after_a_failed_backward_is_correct() -> None:
         y = block(y)
     with pytest.raises(ArithmeticError):
         net.head(y).square().sum().backward()
-    communicator.finish()  # what is on its way has to arrive before it can be thrown away
+    communicator.finish()  # reductions in flight must end before they are discarded
     taken_gradients(net, communicator)
     communicator.begin(ONE)
     assert_same(train(net, communicator), expected_gradients())
@@ -170,7 +170,7 @@ def test_a_weight_changed_after_its_gather_is_gathered_again(which: str) -> None
     communicator.begin(ONE)
     assert "gather a.wo" in channel.events
     with torch.no_grad():
-        net.blocks[0].wo.get_parameter(which).add_(1)  # a.wo is on its way, b.wo is not
+        net.blocks[0].wo.get_parameter(which).add_(1)  # a.wo is being gathered, b.wo is not
         net.blocks[1].wo.get_parameter(which).add_(1)
     train(net, communicator)
     gathers = [e for e in channel.taken() if e in ("gather a.wo", "gather b.wo")]
@@ -216,7 +216,7 @@ def test_weights_changed_without_a_version_are_gathered_again(
     """Catches weights gathered by an unannounced forward used by one that starts at another
     block.
     """
-    # Where the plan goes on nobody could tell another pass.
+    # A start at the plan's current position could not be told from the planned forward.
     for first in {1, 2, 3} - {last}:
         net, _, _ = echo_net(bias=True, unit=unit)
         net.fail_in = None if last is None else net.blocks[last]
@@ -311,7 +311,8 @@ def test_prerequisites_run_before_each_gather() -> None:
     assert len(gathers) > 3 * 8
     for i in gathers:
         block = events[i].split()[1].split(".")[0]
-        while events[i - 1].startswith(f"gather {block}."):  # asked once for those that go together
+        # one prerequisite for weights that are gathered together
+        while events[i - 1].startswith(f"gather {block}."):
             i -= 1
         assert events[i - 2 : i] == [f"first {block}", f"second {block}"]
 

@@ -120,7 +120,7 @@ def check_and_update(model: nn.Module, full: Full) -> None:
             msg=lambda m, n=name: f"{n}: {m}",
         )
         for p in (parameter, full[name]):
-            torch.optim.SGD([p], lr=LR, fused=True).step()  # changes p without torch counting it
+            torch.optim.SGD([p], lr=LR, fused=True).step()  # changes p without a new version
             p.grad = None
 
 

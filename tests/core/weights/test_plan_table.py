@@ -55,9 +55,9 @@ def test_equal_blocks_are_shown_once() -> None:
     """Catches a table of thousands of lines, and a line that hides a block which differs."""
     text = shown(decoder(32, 0.5), sequential_actions(1))
     assert "... layers.2 to layers.30 alike" in text
-    assert "... layers.29 to layers.17 alike" in text  # goes back, not recomputed
-    assert "... layers.13 to layers.1 alike" in text  # goes back, recomputed
-    for differs in ("layers.31", "layers.16", "layers.15", "layers.0"):  # on the way back
+    assert "... layers.29 to layers.17 alike" in text  # backward, not recomputed
+    assert "... layers.13 to layers.1 alike" in text  # backward, recomputed
+    for differs in ("layers.31", "layers.16", "layers.15", "layers.0"):  # in backward
         assert f" {differs} " in text[text.index("backward") :]
 
 

@@ -62,7 +62,7 @@ def run_experts(bench: Bench, announced: bool) -> None:
                 expected.square().sum().backward()
             found = model(batches[rank].detach())
             found.square().sum().backward()
-            if rank == 1:  # the last that was computed plainly
+            if rank == 1:  # the last plain computation
                 torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
         wrapper.finish()
         for communicator in (dense, expert):

@@ -72,7 +72,7 @@ class OwnExperts(nn.Module):
             inside.register_hook(_fail)
         if self.trouble == "gives more":
             self.more = inside
-        first = x @ self.up[0].T.view(self.up.shape[1:])  # a read of its own, turned
+        first = x @ self.up[0].T.view(self.up.shape[1:])  # a separate read, transposed
         return (F.silu(inside) * self.down).sum(0) + first * self.down[2]
 
 

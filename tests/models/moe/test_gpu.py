@@ -37,7 +37,7 @@ def _losses(device: torch.device, experts: int, recompute: float, dtype: str) ->
 @pytest.mark.parametrize(
     ("device", "experts", "recompute", "dtype"),
     [
-        ("cpu", 4, 1.0, "float64"),  # that this world is one
+        ("cpu", 4, 1.0, "float64"),  # checks the mirror world itself
         *(
             pytest.param("cuda", *case, dtype, marks=(pytest.mark.gpu, pytest.mark.nccl))
             for case in ((4, 0.0), (4, 1.0), (3, 0.5))

@@ -178,6 +178,6 @@ def test_logits_never_exist_as_a_whole() -> None:
     """Catches whole logits made by the forward, or by the operations after the head."""
     for found in run_ranks(2, _largest):
         assert len(found) == 6
-        own, *split = found.values()  # the first has the tokens of its own rank to itself
+        own, *split = found.values()  # the first layout has one rank
         assert own == 80 * 200
         assert set(split) == {80 * 100}

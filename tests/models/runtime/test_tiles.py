@@ -51,7 +51,7 @@ class Found(NamedTuple):
 def _step(rank: int, case: tuple[Any, JobConfig]) -> Found:
     model, config = case
     run = isp.parallelize(model, config)
-    for _ in range(2):  # the first shows what is kept
+    for _ in range(2):  # the first one measures the saved bytes
         run.mesh.log.collect()
         loss = run.loss(*ROWS.part(run.dp_rank, run.dp_size))
         run.step(loss, lr=0.0)

@@ -46,7 +46,7 @@ CASES = {
         "transformer.h.0.attn.c_attn.weight": Matrices(dim=-1, sizes=(32, 32, 32), heads=12),
         "transformer.h.0.attn.c_attn.bias": None,
     },
-    # q, k and v of each head lie together: no cut in three, but one per head
+    # q, k and v of each head are adjacent: one cut per head instead of three
     "gpt_neox": {"gpt_neox.layers.1.attention.query_key_value.weight": Matrices(heads=12)},
     "gpt_oss": {
         "model.layers.1.self_attn.k_proj.weight": Matrices(heads=2),

@@ -71,7 +71,7 @@ def chunks_of(size: int) -> Mix:
 
 
 MIXING: dict[str, Mix] = {
-    # features whose extreme is not the token that was changed, and lies in the middle of the row
+    # features whose maximum is not at the changed token but in the middle of the row
     "maximum": lambda x: x * x[..., 3:4].amax(1, keepdim=True),
     "minimum": lambda x: x * x[..., 7:8].amin(1, keepdim=True),
     "median": lambda x: x * x[..., 3:4].median(1, keepdim=True).values,

@@ -107,7 +107,8 @@ def test_a_full_disk_is_reported_once(
     path: Path, terminal: io.StringIO, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """Catches a run ended, or a terminal flooded, by a log that cannot be written."""
-    path.write_text("x" * 10**6)  # so that the limit does not concern where stderr goes
+    # so that the size limit only affects the log, not the file of stderr
+    path.write_text("x" * 10**6)
     with no_file_larger_than(10**6 + 50), run_logging(path, rank=0, terminal=terminal):
         for step in range(500):
             logger.info("step: %d", step)

@@ -46,7 +46,7 @@ def test_a_spike_is_reported_once_and_again_when_it_returns() -> None:
     losses = noisy(300)
     for step in (*range(200, 210), 250):
         losses[step] += 1.0
-    losses[220] -= 1.0  # a fall is none
+    losses[220] -= 1.0  # a drop is no spike
     assert told(LossWatch(6.0), losses) == [200, 250]
     assert told(LossWatch(0.0), losses) == []
     assert told(LossWatch(30.0), losses) == []
@@ -150,7 +150,7 @@ def test_a_run_names_its_slow_rank_and_its_spike(
         return min(own)
 
     waits, works = run_programs(2, train)
-    # both work alike beside the sleep, on a busy machine for longer than that
+    # apart from the sleep, both do equal work, which may take longer than that on a busy machine
     assert waits + SLEEP_SECONDS / 2 < works, "what a rank waits for the other is not its own"
     (run,) = run_folders(job)
     log = (run / "logs/rank_0.log").read_text()

@@ -43,7 +43,7 @@ class Death:
         if event != self.event or not str(args[0]).endswith(self.name):
             return
         if event == "open" and not args[2] & (os.O_WRONLY | os.O_RDWR):
-            return  # a resuming rank reads what it is to die writing
+            return  # only a write counts: a resuming rank reads the same file
         self.seen += 1
         if self.seen == self.times and self.seconds:
             threading.Timer(self.seconds, _die).start()
@@ -60,7 +60,7 @@ DEATHS = [
     Death(rank=1, event="open", name="__1_0.distcp", times=2),
     # in the steps after it
     Death(rank=0, event="open", name="__0_0.distcp", seconds=0.05),
-    # as what is complete is renamed: the table of contents first, then the save
+    # when complete files are renamed: the table of contents first, then the save
     Death(rank=0, event="os.rename", name=".tmp", times=2),
     # half-way through an old checkpoint that is removed
     Death(rank=0, event="os.remove", name=".distcp", times=2),
