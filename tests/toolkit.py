@@ -73,7 +73,7 @@ class ToolkitLayers(RankLayers):
             device=self.device,
             dtype=self.dtype,
         )
-        return _begins(layer, std)
+        return _with_std(layer, std)
 
     def row(
         self, in_features: int, out_features: int, *, bias: bool = False, std: float
@@ -94,7 +94,7 @@ class ToolkitLayers(RankLayers):
             device=self.device,
             dtype=self.dtype,
         )
-        return _begins(layer, std)
+        return _with_std(layer, std)
 
     def embedding(self, vocab_size: int, hidden_size: int, *, std: float) -> Table:
         """Return the token embedding, split by vocabulary (in isp mode optionally by hidden
@@ -110,7 +110,7 @@ class ToolkitLayers(RankLayers):
         moves = moves_for(self.mode, Role.ROW, self.tensor)
         table = Table(communicator or self.communicator, moves)
         table.add_shard("weight", layout, device=self.device, dtype=self.dtype)
-        return _begins(table, std)
+        return _with_std(table, std)
 
     def head(
         self,
@@ -140,7 +140,7 @@ class ToolkitLayers(RankLayers):
         if tied_to is not None:
             head.weight = tied_to.weight
         head.losses = self.head_loss(head, vocab_size, chunk_tokens=loss_chunk_tokens)
-        return _begins(head, std)
+        return _with_std(head, std)
 
     def rms_norm(self, size: int, *, eps: float, per_head: bool = False) -> RMSNorm:
         """Return a norm over the hidden size of a token or (`per_head`) over each head."""
@@ -246,7 +246,7 @@ def blocks_of(*layers: WeightHolder) -> tuple[DeclaredBlock, ...]:
 M = TypeVar("M", bound=ParallelModule)
 
 
-def _begins(layer: M, std: float) -> M:
+def _with_std(layer: M, std: float) -> M:
     """Return the layer after setting the standard deviation of its initial weight."""
     layer.init_std = std
     return layer

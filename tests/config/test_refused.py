@@ -253,7 +253,7 @@ def test_sections_built_in_python_are_checked_as_in_a_file():
         dataclasses.replace(TrainingConfig(), steps=0)
 
 
-def _laughs(begin: str, repeat: str) -> str:
+def _billion_laughs(begin: str, repeat: str) -> str:
     """Return YAML with ten levels of aliases, each of which repeats the level before ten times."""
     lines = [f"a0: &a0 {begin}"]
     lines += [f"a{n}: &a{n} {repeat.format(f'*a{n - 1}')}" for n in range(1, 11)]
@@ -263,11 +263,11 @@ def _laughs(begin: str, repeat: str) -> str:
 DEEP_BY_ALIASES = (("a: &a", "1"), ("b: &b", "*a"), ("c:", "*b"))
 TEN = "[" + ", ".join(["{0}"] * 10) + "]"
 ENDLESS = {
-    "lists": (_laughs("[x]", TEN), "aliases repeat values up to more than"),
+    "lists": (_billion_laughs("[x]", TEN), "aliases repeat values up to more than"),
     "text": (f"a: &a {'x' * 100_000}\nb: [{', '.join(['*a'] * 1000)}]", "aliases repeat values"),
-    "merged keys": (_laughs("{x: 1}", "{{<<: " + TEN + "}}"), "aliases repeat values"),
+    "merged keys": (_billion_laughs("{x: 1}", "{{<<: " + TEN + "}}"), "aliases repeat values"),
     "mappings": (
-        _laughs("{x: 1}", "{{" + ", ".join(f"k{i}: {{0}}" for i in range(10)) + "}}"),
+        _billion_laughs("{x: 1}", "{{" + ", ".join(f"k{i}: {{0}}" for i in range(10)) + "}}"),
         "aliases repeat values",
     ),
     "circle": ("a: &a [*a]", "an alias stands inside of what it repeats"),

@@ -86,7 +86,7 @@ def test_a_checkpoint_resumes_in_any_layout(tmp_path: Path) -> None:
     assert_trained_as(expected, run_each(4, _interrupted, {"fsp to isp": case})["fsp to isp"])
 
 
-def _unharmed(rank: int, case: tuple[Any, Path]) -> None:
+def _resumed_after_failures(rank: int, case: tuple[Any, Path]) -> None:
     """Check that masters and dropout resume bit by bit, also after failed saves and a wrong
     load.
     """
@@ -112,7 +112,7 @@ def _unharmed(rank: int, case: tuple[Any, Path]) -> None:
 
 def test_a_failed_save_keeps_the_last_checkpoint(tmp_path: Path) -> None:
     """Catches lost random states or masters, and a partial checkpoint."""
-    run_each(2, _unharmed, {"own": (tiny("llama"), tmp_path)})
+    run_each(2, _resumed_after_failures, {"own": (tiny("llama"), tmp_path)})
 
 
 # -- weights ---------------------------------------------------------------------------------
@@ -156,7 +156,7 @@ def test_named_weights_load_into_the_plain_model() -> None:
 # -- gradients, modes, adapters --------------------------------------------------------------
 
 
-def _looked_at(rank: int, case: tuple[Any, Any, JobConfig]) -> float:
+def _inspected(rank: int, case: tuple[Any, Any, JobConfig]) -> float:
     """Check gradient norms, the model without adapters, and dropout off; return the first norm."""
     model, base, config = case
     run = isp.parallelize(model, config).eval()
@@ -206,14 +206,14 @@ def test_a_loop_can_read_norms_and_switch_off_adapters_and_dropout() -> None:
     expected = torch.nn.utils.get_total_norm(
         [p.grad for p in plain.parameters() if p.requires_grad]
     )
-    found = run_each(4, _looked_at, cases)["adapters"]
+    found = run_each(4, _inspected, cases)["adapters"]
     assert all(abs(norm / expected.item() - 1) < TOLERANCE for norm in found)
 
 
 # -- memory ----------------------------------------------------------------------------------
 
 
-def _away(rank: int, config: JobConfig) -> None:
+def _off_the_device(rank: int, config: JobConfig) -> None:
     """Check training with weights that leave the device.
 
     On the CPU `to` moves nothing, so this calls `_leave`, which frees them as on a device.
@@ -238,7 +238,7 @@ def _away(rank: int, config: JobConfig) -> None:
 def test_weights_leave_the_device_and_come_back() -> None:
     """Catches a view of freed memory, a state that is lost, and a gradient that remains."""
     cases = {"masters": job(2, 2, dtype="bfloat16"), "zero1": job(2, 1), "data": job(1, 1)}
-    run_each(2, _away, cases)
+    run_each(2, _off_the_device, cases)
 
 
 # -- an optimizer of torch -------------------------------------------------------------------
@@ -399,7 +399,7 @@ def test_an_optimizer_that_needs_whole_weights_is_refused() -> None:
     assert "optimizer.moment_dtype=bfloat16 applies only to isp's own" in said
 
 
-def _silent(rank: int, _: None) -> None:
+def _without_effect(rank: int, _: None) -> None:
     """Check optimizers made before and after sharding; without the model, the refusal is
     gone too.
     """
@@ -417,4 +417,4 @@ def _silent(rank: int, _: None) -> None:
 
 def test_optimizers_without_effect_are_refused() -> None:
     """Catches a step that silently trains nothing, and hooks that outlive their model."""
-    run_each(2, _silent, {"own": None})
+    run_each(2, _without_effect, {"own": None})

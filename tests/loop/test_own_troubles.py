@@ -133,7 +133,7 @@ def test_failed_and_abandoned_passes_change_nothing() -> None:
         assert_trained_as(expected, of_ranks, name)
 
 
-def _asked_in_vain(rank: int, _: None) -> None:
+def _impossible_choices(rank: int, _: None) -> None:
     run, ids = isp.parallelize(tiny("llama"), job()), ROWS.input_ids
     pick = ids.unsqueeze(-1)
     assert "not both" in raised(lambda: run.logits(ids, pick, top_k=1))
@@ -145,4 +145,4 @@ def _asked_in_vain(rank: int, _: None) -> None:
 
 def test_impossible_choices_of_logits_are_refused() -> None:
     """Catches token choices that would be gathered from the wrong position, or not at all."""
-    run_each(1, _asked_in_vain, {"llama": None})
+    run_each(1, _impossible_choices, {"llama": None})

@@ -20,7 +20,7 @@ from tests.models.models import job, tiny
 from tests.models.own import Own, OwnBlock
 
 
-def _parallelised() -> nn.Module:
+def _parallelized() -> nn.Module:
     model = Own()
     isp.parallelize(model, job())
     return model
@@ -39,7 +39,7 @@ def _compiled() -> nn.Module:
     return model
 
 
-def _quantised() -> nn.Module:
+def _quantized() -> nn.Module:
     model = Own()
     weight = torch.zeros(32, 32, dtype=torch.int8)
     model.blocks[0].q.weight = nn.Parameter(weight, requires_grad=False)
@@ -246,13 +246,13 @@ def _without_positions() -> nn.Module:
 
 
 MODELS: dict[str, tuple[Callable[[], nn.Module], str]] = {
-    "twice": (_parallelised, "was parallelised before, or another library has wrapped it"),
+    "twice": (_parallelized, "was parallelised before, or another library has wrapped it"),
     "copy": (
         lambda: copy.copy(_wrapped()),
         "norm (LayerNorm) has a forward that is not its class's",
     ),
     "compiled": (_compiled, "blocks.1 (OwnBlock) is compiled"),
-    "quantised": (_quantised, "blocks.0.q.weight has dtype torch.int8"),
+    "quantised": (_quantized, "blocks.0.q.weight has dtype torch.int8"),
     "tied by hand": (_TiedByHand, "tokens.weight is read by"),
     "a table's rows by number": (lambda: _reading("slice"), "positions.weight is read by __getit"),
     "a table's size": (lambda: _reading("size"), "positions.weight is read by shape"),

@@ -94,7 +94,7 @@ DOCUMENTS = 4
 _OF_TOKENS = "all_to_all", "expert"
 
 
-class AlikeDocuments(Task):
+class EqualDocuments(Task):
     """Rows of equal documents, as plans of heads x context assume for packed rows."""
 
     def batch(self, step: int, place: int) -> MicroBatch:
@@ -108,7 +108,7 @@ class AlikeDocuments(Task):
 
 def _task(number: int, layout: Layout, model: ModelConfig) -> Task:
     """Return the task of a case: odd cases have two unpacked rows per micro-batch."""
-    kind = AlikeDocuments if layout.context > 1 else Task
+    kind = EqualDocuments if layout.context > 1 else Task
     return kind(model=model, packed=number % 2 == 0, micro_bsz=2)
 
 
@@ -119,7 +119,7 @@ def case_of(layout: Layout, task: Task, dtype: Any) -> PlanCase:
         task.model,
         dtype,
         rows=1 if task.packed else task.micro_bsz,
-        documents=DOCUMENTS if isinstance(task, AlikeDocuments) and task.packed else 1,
+        documents=DOCUMENTS if isinstance(task, EqualDocuments) and task.packed else 1,
     )
 
 

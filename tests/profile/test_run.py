@@ -57,10 +57,10 @@ def test_all_modes_are_profiled_on_two_ranks(tmp_path):
     assert {f"{mode} rank {rank}" for mode in Mode for rank in range(2)} <= set(names)
     ours = [e for e in events if e["pid"] < 8]
     assert_nested(ours)
-    _check_torch_lies_beside_ours(events)
+    _check_torch_events_are_inside_ours(events)
 
 
-def _check_torch_lies_beside_ours(events) -> None:
+def _check_torch_events_are_inside_ours(events) -> None:
     """Check that torch.profiler's matrix products are within ISP's steps, for all ranks and
     modes.
     """

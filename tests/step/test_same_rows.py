@@ -88,7 +88,7 @@ DIFFERENT = [
 ]
 
 
-def _told(rank: int, _: None) -> Any:
+def _errors(rank: int, _: None) -> Any:
     """Return the errors of all calls in DIFFERENT, raised in the first step and later, and the
     results.
     """
@@ -105,7 +105,7 @@ def _told(rank: int, _: None) -> Any:
 def test_different_rows_in_a_tensor_group_are_an_error_on_all_ranks() -> None:
     """Catches a loss of parts of several sequences, in each call that takes rows."""
     expected = trained_plainly(tiny("llama"), DATA)
-    for rank, (said, found) in enumerate(run_ranks(4, _told, None)):
+    for rank, (said, found) in enumerate(run_ranks(4, _errors, None)):
         assert_trained_as(expected, [found])
         assert said.keys() == {call.__name__ for call in DIFFERENT}
         for name, text in said.items():

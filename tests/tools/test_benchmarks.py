@@ -85,9 +85,7 @@ def test_the_overlap_benchmark_has_every_row(run: Callable[..., list[list[str]]]
     assert any("reduce_scatter model.embed_tokens.weight.grad" in line[0] for line in lines)
 
 
-def test_all_contestants_receive_the_same_bytes_on_a_modelled_link(
-    tmp_path: Path, run: Any
-) -> None:
+def test_all_contestants_receive_the_same_bytes_on_a_modeled_link(tmp_path: Path, run: Any) -> None:
     """Catches a contestant that no longer runs, and bytes other than those of its gathers and
     sums.
     """

@@ -149,7 +149,7 @@ def test_all_tensor_kinds_of_a_run_are_compiled(monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.gpu
 @pytest.mark.parametrize("heads", [(4, 4), (8, 2)])
 @pytest.mark.parametrize("size", [64, 256])
-def test_capped_logits_on_gpu(heads: tuple[int, int], size: int) -> None:
+def test_capped_logits_on_a_gpu_follow_the_definition(heads: tuple[int, int], size: int) -> None:
     """Catches compiled code with another cap or mask; one more length compiles it for all
     lengths.
     """

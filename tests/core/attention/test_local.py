@@ -130,7 +130,7 @@ def test_large_logits_do_not_overflow(
 
 
 @pytest.mark.parametrize("make", BACKENDS)
-def test_large_logits_of_one_sign_in_float32(make: Callable[..., LocalAttention]) -> None:
+def test_large_negative_logits_stay_above_masked_ones(make: Callable[..., LocalAttention]) -> None:
     """Catches a masked key with logit +1e3 that outweighs visible keys with -1e3."""
     inputs, dout = random_inputs(1, 700, 1, 1, dtype=torch.float32)
     with torch.no_grad():

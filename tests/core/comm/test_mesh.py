@@ -80,7 +80,7 @@ def _groups(rank: int, topology: Topology) -> tuple[int, dict[str, int]]:
     return len(groups), progress
 
 
-def _beside(rank: int, topology: Topology) -> list[tuple[str, bool]]:
+def _groups_of_foreign_default(rank: int, topology: Topology) -> list[tuple[str, bool]]:
     """Return the groups' backends if torch chose the default one's, and whether ranks sum
     locally.
     """
@@ -98,7 +98,7 @@ def test_groups_have_the_right_backend_whatever_the_default_group_has() -> None:
     one for each device and names none, so that a channel could not tell which one its transfers
     use.
     """
-    for found in run_programs(2, _beside, topology(2, tensor=2)):
+    for found in run_programs(2, _groups_of_foreign_default, topology(2, tensor=2)):
         assert set(found) == {("gloo", True)}
 
 

@@ -130,7 +130,7 @@ def close(found: Tensor, expected: Tensor, what: str) -> None:
     )
 
 
-def ask(bench: Bench) -> None:
+def request_gradients(bench: Bench) -> None:
     """Request gradients of an activation, of all parameters, of some of both, and of everything."""
     loss, net = bench.y.square().sum(), bench.net
     (found,) = torch.autograd.grad(loss, bench.x, retain_graph=True)
@@ -164,7 +164,7 @@ def run_all(rank: int, world: int) -> int:
         mesh = Mesh(topology(world, mode=mode, tensor=world, weight=weight), rank)
         for route, recomputes in itertools.product(ROUTES, (False, True)):
             try:
-                ask(Bench(mesh, mode, route, recomputes=recomputes))
+                request_gradients(Bench(mesh, mode, route, recomputes=recomputes))
             except Exception as error:
                 raise AssertionError(f"{mode=} {route=} {recomputes=}") from error
             runs += 1

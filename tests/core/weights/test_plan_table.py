@@ -28,7 +28,7 @@ def actions_in(text: str) -> list[str]:
     return [line.split()[0] for line in text.splitlines() if line.startswith(("F", "B"))]
 
 
-def test_the_table_of_a_small_model() -> None:
+def test_the_table_of_a_small_model_shows_its_plan() -> None:
     """Catches a column that does not show what its heading says."""
     chunks = ((EMBEDDING, block("a", ("wqkv", "wo")), block("b", ("wqkv", "wo")), HEAD),)
     assert shown(chunks, sequential_actions(1)) == dedent("""\

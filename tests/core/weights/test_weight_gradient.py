@@ -55,7 +55,7 @@ def test_bfloat16_factors_are_accumulated_in_float32_by_one_operator() -> None:
 
 
 @pytest.mark.gpu
-def test_float32_sums_on_a_device() -> None:
+def test_float32_sums_on_a_device_equal_those_on_cpu() -> None:
     """Catches sums of bfloat16 factors that are rounded on CUDA, or overwrite the previous
     contents.
     """

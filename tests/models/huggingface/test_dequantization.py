@@ -49,7 +49,7 @@ def _in_mxfp4(weight: Tensor) -> dict[str, Tensor]:
     }
 
 
-def _quantise(folder: Path, quantisation: dict[str, Any]) -> None:
+def _quantize(folder: Path, quantisation: dict[str, Any]) -> None:
     file, config = folder / "model.safetensors", folder / "config.json"
     found: dict[str, Tensor] = {}
     for name, weight in load_file(file).items():
@@ -78,7 +78,7 @@ def test_ranks_read_the_values_that_transformers_dequantizes(tmp_path: Path, kin
     quantisation, sizes = KINDS[kind]
     folder = write_folder(tmp_path, kind, **sizes)
     before = load_file(folder / "model.safetensors").keys()
-    _quantise(folder, quantisation)
+    _quantize(folder, quantisation)
     expected = state(folder)
     found = whole(run_ranks(4, parts_of, folder, 4))
     assert found.keys() == expected.keys()

@@ -54,11 +54,11 @@ class UsesFirst(Plain):
         return logits
 
 
-class HandsOn(OwnBlock):
+class SharesInput(OwnBlock):
     """A block whose first instance stores its input where later ones find it."""
 
     given: Tensor | None = None
-    first: HandsOn
+    first: SharesInput
 
     def forward(self, x: Tensor) -> Tensor:
         if self.first is self:
@@ -71,7 +71,7 @@ class ByAttribute(Plain):
 
     def __init__(self) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(HandsOn(32, 4, 2, 0.0) for _ in range(4))
+        self.blocks = nn.ModuleList(SharesInput(32, 4, 2, 0.0) for _ in range(4))
         for block in self.blocks:
             vars(block)["first"] = self.blocks[0]
 
