@@ -66,7 +66,7 @@ def test_a_model_that_cannot_be_split_is_refused(mode, tensor, changes, seq_len,
         replace(CONFIG, **changes).check_layout(parallel, seq_len)
 
 
-def test_isp_mode_accepts_any_number_of_heads_and_tokens():
+def test_isp_mode_accepts_any_number_of_heads_and_any_vocabulary():
     """Catches a rule of mtp, msp and fsp applied to isp, which splits no features."""
     odd = replace(CONFIG, num_heads=6, num_kv_heads=3, head_dim=6, vocab_size=9)
     parallel = ParallelConfig(tensor=TensorConfig(size=4), weight=WeightConfig(size=8))

@@ -92,12 +92,10 @@ def test_too_little_host_memory_is_refused_before_the_run(tmp_path: Path) -> Non
     check_host_memory(load_config(write_job(tmp_path)), topology, 2)
 
 
-def test_memory_that_is_reclaimable_counts_as_available(
+def test_memory_that_is_not_free_yet_only_gives_a_warning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Catches a refusal on a machine that frees memory on demand and shows little of it at
-    first.
-    """
+    """Catches a refusal on a machine that frees memory on demand and first shows little of it."""
     config = load_config(write_job(tmp_path), (*OFFLOADED, "--data.seq_len=4194304"))
     free = 2 * 2**30
     monkeypatch.setattr(host_memory, "attainable_bytes", lambda: 2 * 2**30)

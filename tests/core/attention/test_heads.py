@@ -52,11 +52,11 @@ def test_kv_heads_must_divide_query_heads() -> None:
 @pytest.mark.parametrize(
     ("heads", "ranks", "kept"), [((7, 7), 4, 2), ((8, 2), 4, 1), ((6, 3), 2, 3), ((1, 1), 2, 1)]
 )
-def test_local_kv_heads_match_the_local_query_heads(
+def test_a_kv_head_is_repeated_only_for_uneven_groups(
     heads: tuple[int, int], ranks: int, kept: int
 ) -> None:
-    """Catches local KV heads of the wrong query heads, and one not repeated if groups are
-    uneven.
+    """Catches more local KV heads than needed; in the third case one is repeated, because another
+    is read by twice as many query heads.
     """
     plan = HeadSplit.of(*heads, ranks)
     assert max(len(plan.repeated_kv(r) or own) for r, own in enumerate(plan.kv)) == kept

@@ -119,7 +119,8 @@ def test_weights_that_are_read_together_are_one_unit() -> None:
 def test_the_bias_of_a_tied_head_is_gathered_with_the_weight(between: int) -> None:
     """Catches a weight gathered again for a bias that the first of its layers does not have.
 
-    With and without weights that stay for the whole step.
+    With one block in between the weight stays from the embedding to the head, with three it does
+    not.
     """
     head = Block("head", (Use("head", "embedding", bias="head.bias"),))
     chunks = ((EMBEDDING, *(block(name, ("w1",)) for name in "abc"[:between]), head),)

@@ -337,7 +337,7 @@ class Unweighted(Own):
 
 
 def test_expert_groups_are_inside_weight_groups() -> None:
-    """Catches an order of ranks in which an expert's weights are gathered across nodes."""
+    """Catches an order of ranks in which an expert's weights are gathered from distant ranks."""
     text = Topology.create(8, _config(1, 4, 2).parallel).describe()
     assert "weight 4 = expert 2 x expert_weight 2, expert_data 2" in text
     assert "expert         [0, 2]  [1, 3]  [4, 6]  [5, 7]" in text
