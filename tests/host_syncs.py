@@ -160,7 +160,7 @@ class HostSyncs(TorchDispatchMode):
         guard = self
 
         class HostCopy:
-            """As in the project; a wait that another one has made needless is none."""
+            """A stand-in for the project's class; records waits that no earlier wait covers."""
 
             is_there = False
 
@@ -197,6 +197,7 @@ class HostSyncs(TorchDispatchMode):
         self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], given: list[Tensor]
     ) -> None:
         if name in ("copy_", "_to_copy"):
+            # Only a non-blocking copy from or to page-locked memory lets the host continue.
             no_wait = kwargs.get("non_blocking", args[2] if len(args) > 2 else False)
             locked = any(_address(x) in self._locked for x in given)
             if len({self._is_host(x) for x in given}) > 1 and not (no_wait and locked):
@@ -207,6 +208,7 @@ class HostSyncs(TorchDispatchMode):
             or (name == "repeat_interleave" and kwargs.get("output_size") is None)
         ):
             self._note(name)
+        # A scalar is passed by value; any other host tensor was never sent to the device.
         elif any(self._is_host(x) and x.dim() for x in given):
             self._note(f"{name} of a tensor that is not there")
 
@@ -214,6 +216,7 @@ class HostSyncs(TorchDispatchMode):
         return _address(x) in self._host
 
     def _note(self, what: str) -> None:
+        # The host waits for all operations so far: a later `HostCopy.wait` for them is no new wait.
         self._waited = self.followed
         self.found.append(f"{what} in {_place()}")
 
@@ -221,7 +224,7 @@ class HostSyncs(TorchDispatchMode):
 def _by_mask(args: tuple[Any, ...]) -> bool:
     """Return whether an index is a mask, whose elements have to be counted."""
     if len(args) > 2 and args[2].numel() == 1:
-        return False  # is filled in by the mask
+        return False  # one value is written where the mask is True, without a count
     return any(x is not None and x.dtype in (torch.bool, torch.uint8) for x in args[1])
 
 

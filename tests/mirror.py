@@ -58,6 +58,7 @@ class MirrorChannel(Channel):
     def reduce_scatter_into(
         self, out: Tensor, x: Tensor, *, received: Tensor | None = None, tag: Tag = UNNAMED
     ) -> Pending:
+        # the sum of this rank's part of `size` equal gradients
         sent = x.reshape(self.size, -1)[self.rank].to(out.dtype) * self.size
         return self._to_itself(_reduce_scatter, "reduce_scatter", out, sent, tag)
 
@@ -71,12 +72,13 @@ class MirrorChannel(Channel):
         tag: Tag = UNNAMED,
     ) -> Pending:
         assert in_rows is None, "ranks that do the same send each other equal pieces"
+        # each of the equal ranks sends the piece that is for this rank
         sent = x.reshape(self.size, -1)[self.rank].repeat(self.size)
         return self._to_itself(dist.all_to_all_single, "all_to_all", out, sent, tag)
 
     def all_reduce_(self, x: Tensor, *, op: str = "sum", tag: Tag = UNNAMED) -> Pending:
         if op == "sum":
-            x.mul_(self.size)
+            x.mul_(self.size)  # the sum of `size` equal tensors
         group = self.group
         return self._launch(
             "all_reduce",

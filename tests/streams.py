@@ -37,7 +37,7 @@ __all__ = ["Device"]
 Counts = dict["Stream", int]
 """For each stream, the number of its last operation that is known to have ended."""
 
-_WITHOUT_MEMORY = ("empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided")
+_ALLOCATE_ONLY = ("empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided")
 _OF_HOST = ("_local_scalar_dense", "equal", "is_nonzero", "nonzero", "_unique2")
 """Operations that return a value to the host, and so wait for the current stream."""
 _TRANSFERS = {
@@ -66,6 +66,7 @@ class Stream:
 
     def advance(self) -> int:
         """Queue an operation; return its number."""
+        # All that the host has waited for ended before it queues this.
         _join(self.seen, self.device.host)
         self.seen[self] = self.seen.get(self, 0) + 1
         return self.seen[self]
@@ -119,7 +120,7 @@ class Work:
             with _disable_current_modes():  # gloo's own operations are not queued on a stream
                 self.real.wait(*args)
         self.device.current.wait_for(self.counts)
-        self.stash = []
+        self.stash = []  # as in ProcessGroupNCCL, the first wait releases the tensors
         return True
 
     def __getattr__(self, name: str) -> Any:
@@ -231,9 +232,10 @@ class Device(TorchDispatchMode):
         def launch(group: dist.ProcessGroup, *args: Any, **options: Any) -> Any:
             wire = self._wires.get(group.group_name) or Stream(self, f"wire {len(self._wires) + 1}")
             self._wires[group.group_name] = wire
+            # NCCL's stream waits for the stream that launches the transfer.
             wire.wait_for(self.current.seen)
             self._touch(wire, name, tensors_in(args), tensors_in(args[:written]))
-            with _disable_current_modes():
+            with _disable_current_modes():  # the accesses are recorded on the wire above
                 work = real(group, *args, **options)
             return Work(self, name, work, wire, tensors_in(args))
 
@@ -249,9 +251,10 @@ class Device(TorchDispatchMode):
         changed = _written(func, args, kwargs)
         fresh = [x for x in given_back if _address(x) not in inputs]
         name = _name(func)
-        if fresh and name in _WITHOUT_MEMORY:
+        if fresh and name in _ALLOCATE_ONLY:
             for x in fresh:
                 self._of(x, name)
+        # An operation that only returns views of its inputs accesses no memory.
         elif fresh or changed or not given_back:
             for x in fresh:
                 self._of(x, name)
@@ -269,6 +272,7 @@ class Device(TorchDispatchMode):
         if address not in self._memory:
             made = _Memory(tuple(tensor.shape), name, self.current)
             self._memory[address] = made
+            # Views share a storage: its end is when the allocator gets the memory back.
             weakref.finalize(storage, partial(self._free, address)).atexit = False
         return self._memory[address]
 
@@ -297,6 +301,7 @@ class Device(TorchDispatchMode):
         memory = self._memory.pop(address)
         if not self._freeing:
             return
+        # The allocator reuses memory on the owner stream at once, and waits for recorded users.
         over = dict(memory.owner.seen)
         for counts in (self.host, *(user.seen for user in memory.users)):
             _join(over, counts)
