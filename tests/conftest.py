@@ -1,4 +1,4 @@
-"""What holds for all tests."""
+"""Settings of all tests."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ import torch
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Hide GPUs from all but `-m "gpu ..."`, and let stop signals do what they do in a terminal.
+    """Hide GPUs unless run with `-m "gpu ..."`, and restore the default handlers of stop signals.
 
-    One thread a process computes: tests run beside each other, and wait for cores at each of many
-    small operations otherwise.
+    Each process computes with one thread: tests run in parallel, and would wait for cores at each
+    of many small operations.
 
-    Other tests are of a CPU, and fork ranks behind a backward: where torch finds a GPU, a backward
-    starts threads, and it refuses to go backward in a fork.
+    Other tests run on the CPU and fork ranks after a backward. Where torch finds a GPU, a backward
+    starts threads, and torch then refuses to run backward in a forked process.
     """
-    os.environ["OMP_NUM_THREADS"] = "1"  # of processes that tests start
+    os.environ["OMP_NUM_THREADS"] = "1"  # for processes that tests start
     torch.set_num_threads(1)
     if not config.getoption("markexpr").startswith("gpu"):
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    # Garbage of this process may wait, when collected, for threads that a fork does not have.
+    # Collecting garbage of the parent may wait for threads that a forked process lacks.
     os.register_at_fork(after_in_child=gc.freeze)
     # Ignored by nohup and in a shell's background jobs, and inherited by every process of a test.
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -31,10 +31,10 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Files with slow tests first: one that begins last keeps the other worker waiting.
+    """Move files with slow tests to the front: one that starts last makes the other workers wait.
 
-    Tests of a GPU are skipped without one. Devices are counted by the driver's library, without
-    CUDA: a process that has begun with it cannot fork.
+    Skip tests of a GPU where there is none. The driver's library counts devices without CUDA, since
+    a process that has initialized CUDA cannot fork.
     """
     if torch.cuda.device_count() == 0:
         for item in items:
@@ -45,6 +45,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Keep what imports made out of every later garbage collection, which takes a second else."""
+    """Exclude objects made by imports from later garbage collections, which would take a second
+    each.
+    """
     gc.collect()
     gc.freeze()

@@ -1,4 +1,4 @@
-"""A disk that is full."""
+"""A simulated full disk."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["no_file_larger_than"]
 
 @contextmanager
 def no_file_larger_than(size: int) -> Iterator[None]:
-    """What goes beyond `size` bytes of a file fails, after the part that fits is written."""
+    """Make writes beyond `size` bytes of a file fail, after the part that fits is written."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
     try:

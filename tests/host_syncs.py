@@ -1,17 +1,16 @@
-"""Where the host would wait for its device: a guard for steps, on the CPU as on CUDA.
+"""Finds where the host would wait for its device in a step, on the CPU as on CUDA.
 
-On CUDA torch itself reports it. On the CPU nobody waits, so it follows from what is done to which
-tensors: all are the device's but those that are known to be the host's, which are given as such,
-made without a word of a device, or computed from the host's alone. Noted are
+On CUDA torch itself reports it. On the CPU nothing waits, so it is derived from the operations on
+tensors: all tensors are on the device except those known to be on the host, which are declared so,
+created without a device, or computed only from host tensors. Recorded are (1) values of device
+tensors that the host reads: by `item`, `tolist`, `numpy`, `cpu`, or a branch; (2) results whose
+size the host must know: `nonzero`, a mask as an index; (3) copies to the device other than by
+`pinned_memory.send`, and operations of a device tensor with a host tensor; copies to the host other
+than by `HostCopy`, and one that is waited for too early.
 
-- values of the device's that the host asks for: by `item`, `tolist`, `numpy`, `cpu`, by a branch;
-- results whose size the host has to know: `nonzero`, a mask as an index;
-- what comes to the device by another way than `pinned_memory.send`, or meets a tensor there that
-  has not come; what goes back by another way than `HostCopy`, and one that is waited for too early.
-
-It cannot see what an operation does inside, so neither the kernels of CUDA nor those of others;
-waits for events and streams, and for memory, that code asks for by name; and copies to the host
-that name it by a `torch.device`, which here is that of the device, too.
+Not seen are kernels inside an operation, of CUDA or of packages; waits for events, streams and
+memory that the code requests explicitly; and copies to the host given by a `torch.device`, which
+here is also that of the device.
 """
 
 from __future__ import annotations
@@ -38,46 +37,46 @@ _MADE_BY = (
     *("randn", "randperm", "zeros"),
 )
 _OF_NUMBERS = ("as_tensor", "asarray", "scalar_tensor", "tensor")
-"""They read numbers of the host, and copy them to a device that is named."""
+"""Functions that copy numbers of the host to a given device."""
 _VALUES = ("__array__", "cpu", "numpy", "tolist")
-"""Methods that give the host a tensor's values, beside those that come to one number each."""
+"""Methods that return a tensor's values, other than those that return one number."""
 _SIZES = (
     *("_local_scalar_dense", "_unique2", "allclose", "bincount", "equal", "is_nonzero"),
     *("masked_select", "nonzero", "unique_consecutive", "unique_dim"),
 )
-"""Operations after which the host has a value, or the size of a result."""
+"""Operations whose result, or its size, the host must know."""
 _BY_INDEX = ("index", "index_put", "index_put_")
 
 
 class HostSyncs(TorchDispatchMode):
-    """While entered, `found` are the waits of the host: what it waits in, and for whom."""
+    """A context in which `found` collects the waits of the host: the function and the operation."""
 
     def __init__(self) -> None:
         super().__init__()
         self.found: list[str] = []
         self.followed = 0
-        """Operations on the device's tensors."""
+        """Number of operations on device tensors."""
         self._waited = 0
-        """Of those, up to which one the host has waited."""
+        """The number of operations up to which the host has waited."""
         self._host: dict[int, Any] = {}
-        """Storages of the host's, by address; kept, so that none is taken for another."""
+        """Storages on the host by address; kept alive, so that no address is reused."""
         self._locked: set[int] = set()
-        """Those of them that are page-locked."""
+        """Addresses of storages that are page-locked."""
         self._patches = ExitStack()
 
     def take(self) -> list[str]:
-        """What was found since the last call."""
+        """Return the waits found since the last call."""
         found, self.found = self.found, []
         return found
 
     def of_host(self, *tensors: Tensor | None) -> None:
-        """Say that these are in host memory."""
+        """Declare that these tensors are in host memory."""
         for x in tensors:
             if x is not None:
                 self._host[_address(x)] = x.untyped_storage()
 
     def __enter__(self) -> Self:
-        with ExitStack() as patches:  # a patch that fails takes back those before it
+        with ExitStack() as patches:  # if a patch fails, the earlier ones are undone
             patch = patches.enter_context
             for name in (*_MADE_BY, *_OF_NUMBERS):
                 patch(mock.patch.object(torch, name, self._made_by(name, getattr(torch, name))))
@@ -94,7 +93,7 @@ class HostSyncs(TorchDispatchMode):
         super().__exit__(*error)
         self._patches.close()
 
-    # -- what code asks for ------------------------------------------------------------------
+    # -- calls of the project ----------------------------------------------------------------
 
     def _made_by(self, name: str, real: Callable[..., Any]) -> Callable[..., Any]:
         def make(*args: Any, **kwargs: Any) -> Any:
@@ -147,7 +146,7 @@ class HostSyncs(TorchDispatchMode):
         return self._moved(x) if self._is_host(x) else x
 
     def _moved(self, x: Tensor) -> Tensor:
-        """x as it would be on the device: another tensor."""
+        """Return x as a copy on the device: another tensor."""
         there = x.clone()
         self._host.pop(_address(there), None)
         return there
@@ -161,7 +160,7 @@ class HostSyncs(TorchDispatchMode):
         guard = self
 
         class HostCopy:
-            """As in the project; a wait that another one has made needless is none."""
+            """A stand-in for the project's class; records waits that no earlier wait covers."""
 
             is_there = False
 
@@ -177,14 +176,14 @@ class HostSyncs(TorchDispatchMode):
 
         return HostCopy
 
-    # -- what torch does ---------------------------------------------------------------------
+    # -- calls of torch ----------------------------------------------------------------------
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
         found = func(*args, **kwargs)
-        if func.namespace != "aten":  # collectives bring along what they are of
+        if func.namespace != "aten":  # collectives only write to tensors they are given
             return found
         given = _tensors((*args, *kwargs.values()))
         if given and all(map(self._is_host, given)):
@@ -198,6 +197,7 @@ class HostSyncs(TorchDispatchMode):
         self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], given: list[Tensor]
     ) -> None:
         if name in ("copy_", "_to_copy"):
+            # Only a non-blocking copy from or to page-locked memory lets the host continue.
             no_wait = kwargs.get("non_blocking", args[2] if len(args) > 2 else False)
             locked = any(_address(x) in self._locked for x in given)
             if len({self._is_host(x) for x in given}) > 1 and not (no_wait and locked):
@@ -208,6 +208,7 @@ class HostSyncs(TorchDispatchMode):
             or (name == "repeat_interleave" and kwargs.get("output_size") is None)
         ):
             self._note(name)
+        # A scalar is passed by value; any other host tensor was never sent to the device.
         elif any(self._is_host(x) and x.dim() for x in given):
             self._note(f"{name} of a tensor that is not there")
 
@@ -215,14 +216,15 @@ class HostSyncs(TorchDispatchMode):
         return _address(x) in self._host
 
     def _note(self, what: str) -> None:
+        # The host waits for all operations so far: a later `HostCopy.wait` for them is no new wait.
         self._waited = self.followed
         self.found.append(f"{what} in {_place()}")
 
 
 def _by_mask(args: tuple[Any, ...]) -> bool:
-    """Whether an index is a mask, whose elements have to be counted."""
+    """Return whether an index is a mask, whose elements have to be counted."""
     if len(args) > 2 and args[2].numel() == 1:
-        return False  # is filled in by the mask
+        return False  # one value is written where the mask is True, without a count
     return any(x is not None and x.dtype in (torch.bool, torch.uint8) for x in args[1])
 
 
@@ -241,7 +243,7 @@ def _address(x: Tensor) -> int:
 
 
 def _place() -> str:
-    """The innermost function of this repository, `folder/file.py:function`."""
+    """Return the innermost function of this repository, `folder/file.py:function`."""
     frame = sys._getframe(1)
     while frame.f_back is not None:
         path = Path(frame.f_code.co_filename)
@@ -253,7 +255,7 @@ def _place() -> str:
 
 @contextmanager
 def syncs_on_cuda() -> Iterator[list[str]]:
-    """The waits of the host for CUDA in this context, where torch sees them."""
+    """Yield the waits of the host for CUDA in this context, where torch sees them."""
     found: list[str] = []
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

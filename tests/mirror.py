@@ -1,9 +1,9 @@
-"""A mesh in one process whose other ranks do what this one does, over real process groups.
+"""A mesh in one process whose other ranks are mirror images, over real process groups.
 
-Each channel has a process group of one rank, and what it sends to itself is what all of its p ranks
-would bring: p equal pieces, or a sum of p equal gradients. So on one GPU transfers are work of
-NCCL's, on streams of NCCL's, and everything above runs as among several. What such a world trains
-on has no meaning, but it is the same on every device, to be compared in float64.
+Each channel has a process group of one rank, and sends to itself what all of its p ranks would
+send: p equal shards, or a sum of p equal gradients. So on one GPU NCCL runs the transfers on its
+own streams, and all code above them runs as on several ranks. The training of such a world has no
+meaning, but it is equal on every device, so it can be compared in float64.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 
 @contextmanager
 def one_rank(device: torch.device) -> Iterator[None]:
-    """A world of this process alone, over NCCL for a GPU."""
+    """Enter a world of this process alone, over NCCL for a GPU."""
     on_gpu = device.type == "cuda"
     dist.init_process_group(
         "nccl" if on_gpu else "gloo",
@@ -43,7 +43,7 @@ def one_rank(device: torch.device) -> Iterator[None]:
 
 
 class MirrorChannel(Channel):
-    """Rank `rank` of `size`, which all do the same."""
+    """Rank `rank` of `size` ranks with equal data."""
 
     def __init__(
         self, group: dist.ProcessGroup, size: int, rank: int, name: str, log: CommLog
@@ -58,6 +58,7 @@ class MirrorChannel(Channel):
     def reduce_scatter_into(
         self, out: Tensor, x: Tensor, *, received: Tensor | None = None, tag: Tag = UNNAMED
     ) -> Pending:
+        # the sum of this rank's part of `size` equal gradients
         sent = x.reshape(self.size, -1)[self.rank].to(out.dtype) * self.size
         return self._to_itself(_reduce_scatter, "reduce_scatter", out, sent, tag)
 
@@ -71,12 +72,13 @@ class MirrorChannel(Channel):
         tag: Tag = UNNAMED,
     ) -> Pending:
         assert in_rows is None, "ranks that do the same send each other equal pieces"
+        # each of the equal ranks sends the piece that is for this rank
         sent = x.reshape(self.size, -1)[self.rank].repeat(self.size)
         return self._to_itself(dist.all_to_all_single, "all_to_all", out, sent, tag)
 
     def all_reduce_(self, x: Tensor, *, op: str = "sum", tag: Tag = UNNAMED) -> Pending:
         if op == "sum":
-            x.mul_(self.size)
+            x.mul_(self.size)  # the sum of `size` equal tensors
         group = self.group
         return self._launch(
             "all_reduce",

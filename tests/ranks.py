@@ -1,4 +1,4 @@
-"""Runs functions, programs and commands on several ranks, as forked processes over gloo."""
+"""Runs functions, programs and commands on several ranks, as forked processes with gloo."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ __all__ = ["Said", "launch_forked", "run_each", "run_isp", "run_programs", "run_
 def run_each(
     world_size: int, fn: Callable[..., Any], cases: Mapping[str, Any], timeout_seconds: float = 60.0
 ) -> dict[str, list[Any]]:
-    """`fn(rank, case)` of every case in turn, on the same ranks; a failure names its case.
+    """Run `fn(rank, case)` for every case in turn on the same ranks; an error names its case.
 
-    What each gave, in rank order.
+    Return the results of each case in rank order.
     """
     of_ranks = run_ranks(world_size, _each, fn, cases, timeout_seconds=timeout_seconds)
     return {name: [of_rank[name] for of_rank in of_ranks] for name in cases}
@@ -45,12 +45,14 @@ def _each(rank: int, fn: Callable[..., Any], cases: Mapping[str, Any]) -> dict[s
 def run_programs(
     world_size: int, fn: Callable[..., Any], *args: Any, timeout_seconds: float = 100.0
 ) -> list[Any]:
-    """`run_ranks` of what makes its own process group, with what torchrun sets for it."""
+    """Run functions that create their own process group, with the variables that torchrun sets."""
     return run_ranks(world_size, _program, free_port(), fn, args, timeout_seconds=timeout_seconds)
 
 
 def free_port() -> int:
-    """A free port below the kernel's own choices, which other ranks' sockets may get meanwhile."""
+    """Return a free port below the kernel's ephemeral range, from which other sockets get
+    theirs.
+    """
     while True:
         port = 10_000 + secrets.randbelow(20_000)
         with socket.socket() as probe, suppress(OSError):
@@ -66,7 +68,7 @@ def _program(rank: int, port: int, fn: Callable[..., Any], args: tuple[Any, ...]
 
 
 class Said(NamedTuple):
-    """What a command came to."""
+    """Exit code and output of a command."""
 
     code: int
     out: str
@@ -74,7 +76,7 @@ class Said(NamedTuple):
 
 
 def run_isp(world_size: int, *words: str) -> list[Said]:
-    """The command `isp` with `words`, as torchrun starts it on each rank."""
+    """Run the command `isp` with `words` on each rank, as torchrun starts it."""
     return run_programs(world_size, _isp, words)
 
 
@@ -86,7 +88,7 @@ def _isp(rank: int, words: Sequence[str]) -> Said:
 
 
 def launch_forked(world_size: int, command: Sequence[str]) -> int:
-    """In place of `isp.cli.launch.launch`, without torchrun."""
+    """Replace `isp.cli.launch.launch` by forked ranks, without torchrun."""
     assert command[:2] == ["-m", "isp"]
     said = run_isp(world_size, *command[2:])
     for of_rank in said:

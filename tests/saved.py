@@ -1,4 +1,4 @@
-"""What a forward keeps for its backward."""
+"""Measures what a forward saves for its backward."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["saved_bytes", "saving"]
 
 @contextmanager
 def saving() -> Iterator[list[Tensor]]:
-    """The tensors that are saved in this context."""
+    """Yield a list of the tensors that are saved in this context."""
     kept: list[Tensor] = []
 
     def pack(x: Tensor) -> Tensor:
@@ -26,9 +26,9 @@ def saving() -> Iterator[list[Tensor]]:
 
 
 def saved_bytes(forward: Callable[[], Any]) -> tuple[Any, int]:
-    """What `forward` gives, and the bytes behind all tensors saved by then; shared memory once.
+    """Return the result of `forward`, and the bytes of all saved storages; shared ones count once.
 
-    Counted at the end of the forward, so what was given back meanwhile does not count.
+    They are counted at the end of the forward, so memory freed in between does not count.
     """
     with saving() as kept:
         out = forward()

@@ -1,16 +1,15 @@
-"""A device with streams that is not there: who may touch what memory when, followed on the CPU.
+"""A simulated device with streams: checks the order of memory accesses on the CPU.
 
-Within `Device` the project queues its work on streams as on CUDA, and NCCL's transfers are those of
-gloo. All of it is really done at once and in order, so the numbers are right whatever the code
-forgets. What the order of a device would be is followed beside it: each stream counts what is
-queued on it, and what waits for another takes over that one's counts (a vector clock). Noted are
+Inside `Device` the project queues its work on streams as on CUDA, and gloo's transfers take the
+place of NCCL's. All work runs at once and in order, so results are right even if the code forgets
+to wait. The order on a device is tracked separately: each stream counts its queued work, and a
+stream that waits for another takes over its counts (a vector clock). Recorded are (1) a tensor read
+before its write has ended, or written before its reads have ended; (2) memory freed while its
+allocator could reuse it too early: for the stream it was allocated on, if that has not waited for
+all accesses.
 
-- a tensor that is read before what wrote it, or written before what reads it, would be over;
-- memory that is freed while its allocator would lend it again too early: to the stream it was made
-  on, which has not waited for all that touches it.
-
-Source: Lamport 1978; the rules of memory are those of torch's CUDACachingAllocator, those of
-transfers of ProcessGroupNCCL, which keeps what travels until something first waits for it.
+Sources: Lamport 1978; the memory rules are those of torch's CUDACachingAllocator, the transfer
+rules those of ProcessGroupNCCL, which keeps tensors in flight until something waits for them.
 """
 
 from __future__ import annotations
@@ -36,11 +35,11 @@ from tests.planner.live import tensors_in
 __all__ = ["Device"]
 
 Counts = dict["Stream", int]
-"""Up to which of its entries each stream is known to be over."""
+"""For each stream, the number of its last operation that is known to have ended."""
 
-_WITHOUT_MEMORY = ("empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided")
+_ALLOCATE_ONLY = ("empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided")
 _OF_HOST = ("_local_scalar_dense", "equal", "is_nonzero", "nonzero", "_unique2")
-"""What gives the host a value, and so makes it wait for the current stream."""
+"""Operations that return a value to the host, and so wait for the current stream."""
 _TRANSFERS = {
     "_allgather_base": 1,
     "all_gather_single": 1,
@@ -58,7 +57,7 @@ _TRANSFERS = {
 
 
 class Stream:
-    """A queue of the device."""
+    """A queue of the simulated device."""
 
     def __init__(self, device: Device, name: str) -> None:
         self.device = device
@@ -66,13 +65,14 @@ class Stream:
         self.seen: Counts = {}
 
     def advance(self) -> int:
-        """Queue something; its number."""
+        """Queue an operation; return its number."""
+        # All that the host has waited for ended before it queues this.
         _join(self.seen, self.device.host)
         self.seen[self] = self.seen.get(self, 0) + 1
         return self.seen[self]
 
     def wait_for(self, counts: Counts) -> None:
-        """What is queued from here on begins when `counts` are over."""
+        """Make later operations start after `counts` have ended."""
         _join(self.seen, counts)
 
     def __repr__(self) -> str:
@@ -87,7 +87,7 @@ class Event:
         self.counts = dict(device.current.seen)
         self.at = time.perf_counter()
         self.over = True
-        """Whether the device has come to it; a test may say that it has not."""
+        """Whether the device has reached it; a test may set this to False."""
 
     def wait(self) -> None:
         self.device.current.wait_for(self.counts)
@@ -100,11 +100,12 @@ class Event:
         return self.over
 
     def elapsed_time(self, other: Event) -> float:
-        return float(np.float32((other.at - self.at) * 1e3))  # as CUDA has it
+        # CUDA's times are float32 milliseconds
+        return float(np.float32((other.at - self.at) * 1e3))
 
 
 class Work:
-    """A transfer of gloo's as NCCL's: a wait makes the current stream wait."""
+    """A gloo transfer with the semantics of NCCL's: a wait makes the current stream wait."""
 
     def __init__(
         self, device: Device, name: str, real: dist.Work, wire: Stream, stash: list[Tensor]
@@ -113,13 +114,13 @@ class Work:
         self.counts = dict(wire.seen)
 
     def wait(self, *args: Any) -> bool:
-        # gloo's wait is one of the host, too. It must not be held up by who only takes the time of
-        # a receive, as it is posted: the other rank may not send before this one has gone on.
+        # gloo's wait also blocks the host. An observer that only times a receive must not block it
+        # when it is posted: the other rank may only send after this one has continued.
         if self.device.current is self.device.compute or self.name not in ("send", "recv"):
-            with _disable_current_modes():  # what gloo does to its end is no work of a stream
+            with _disable_current_modes():  # gloo's own operations are not queued on a stream
                 self.real.wait(*args)
         self.device.current.wait_for(self.counts)
-        self.stash = []
+        self.stash = []  # as in ProcessGroupNCCL, the first wait releases the tensors
         return True
 
     def __getattr__(self, name: str) -> Any:
@@ -128,23 +129,23 @@ class Work:
 
 @dataclass(eq=False)
 class _Memory:
-    """What has touched a piece of memory."""
+    """The accesses to one piece of memory."""
 
     shape: tuple[int, ...]
     made_by: str
     owner: Stream
-    """The stream it was made on, which may have it again."""
+    """The stream of the allocation, which may reuse the memory."""
     users: set[Stream] = field(default_factory=set)
-    """Whom the allocator was told of."""
+    """Streams passed to `record_stream`."""
     written: Counts = field(default_factory=dict)
-    """The last entry that wrote it."""
+    """The last operation that wrote it."""
     read: Counts = field(default_factory=dict)
-    """Entries that have read it since then."""
+    """Operations that have read it since then."""
     whom: dict[Stream, str] = field(default_factory=dict)
-    """What touched it last on each stream."""
+    """The last operation on it of each stream."""
 
     def late(self, entries: Counts, over: Counts) -> list[str]:
-        """Those of `entries` that are not known to be over."""
+        """Return those of `entries` that are not known to have ended."""
         late = (s for s, number in entries.items() if over.get(s, 0) < number)
         return [f"{self.whom[s]} on {s}" for s in late]
 
@@ -153,20 +154,22 @@ class _Memory:
 
 
 class Device(TorchDispatchMode):
-    """While entered, this process has streams; `faults` are what a real device might get wrong."""
+    """A context in which this process has streams; `faults` lists what a real device might get
+    wrong.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.faults: list[str] = []
         self.host: Counts = {}
-        """What the host has waited for."""
+        """The operations that the host has waited for."""
         self.compute = self.current = Stream(self, "compute")
         self.touched = 0
-        """Entries that were followed, over all streams."""
+        """The number of operations tracked on all streams."""
         self.made: list[Stream] = []
-        """The streams that were asked for."""
+        """The streams that were created."""
         self.timed: list[Event] = []
-        """The events that were asked to know their time."""
+        """The events with timing enabled."""
         self._memory: dict[int, _Memory] = {}
         self._wires: dict[Any, Stream] = {}
         self._freeing = True
@@ -191,11 +194,11 @@ class Device(TorchDispatchMode):
         return self
 
     def __exit__(self, *error: Any) -> None:
-        self._freeing = False  # the process ends
+        self._freeing = False  # the interpreter exits, and memory is freed in any order
         super().__exit__(*error)
         self._patches.close()
 
-    # -- what the project asks for -----------------------------------------------------------
+    # -- calls of the project ----------------------------------------------------------------
 
     def _new(self, device: torch.device) -> Stream:
         self.made.append(Stream(self, f"stream {len(self.made) + 1}"))
@@ -223,15 +226,16 @@ class Device(TorchDispatchMode):
         for tensor in tensors:
             self._of(tensor).users.add(self.current)
 
-    # -- what torch does ---------------------------------------------------------------------
+    # -- calls of torch ----------------------------------------------------------------------
 
     def _transfer(self, name: str, real: Callable[..., Any], written: int) -> Callable[..., Any]:
         def launch(group: dist.ProcessGroup, *args: Any, **options: Any) -> Any:
             wire = self._wires.get(group.group_name) or Stream(self, f"wire {len(self._wires) + 1}")
             self._wires[group.group_name] = wire
+            # NCCL's stream waits for the stream that launches the transfer.
             wire.wait_for(self.current.seen)
             self._touch(wire, name, tensors_in(args), tensors_in(args[:written]))
-            with _disable_current_modes():
+            with _disable_current_modes():  # the accesses are recorded on the wire above
                 work = real(group, *args, **options)
             return Work(self, name, work, wire, tensors_in(args))
 
@@ -247,9 +251,10 @@ class Device(TorchDispatchMode):
         changed = _written(func, args, kwargs)
         fresh = [x for x in given_back if _address(x) not in inputs]
         name = _name(func)
-        if fresh and name in _WITHOUT_MEMORY:
+        if fresh and name in _ALLOCATE_ONLY:
             for x in fresh:
                 self._of(x, name)
+        # An operation that only returns views of its inputs accesses no memory.
         elif fresh or changed or not given_back:
             for x in fresh:
                 self._of(x, name)
@@ -261,19 +266,20 @@ class Device(TorchDispatchMode):
     # -- memory ------------------------------------------------------------------------------
 
     def _of(self, tensor: Tensor, name: str = "before") -> _Memory:
-        """The memory of `tensor`, made now if it is new."""
+        """Return the record of `tensor`'s memory, created if it is new."""
         storage = tensor.untyped_storage()
         address = storage._cdata
         if address not in self._memory:
             made = _Memory(tuple(tensor.shape), name, self.current)
             self._memory[address] = made
+            # Views share a storage: its end is when the allocator gets the memory back.
             weakref.finalize(storage, partial(self._free, address)).atexit = False
         return self._memory[address]
 
     def _touch(
         self, stream: Stream, name: str, used: Iterable[Tensor], written: Iterable[Tensor]
     ) -> None:
-        """`stream` reads `used`, but for what it writes, and writes `written`."""
+        """Record that `stream` reads `used`, except what it writes, and writes `written`."""
         number = stream.advance()
         self.touched += 1
         writes = {id(m): m for m in map(self._of, written)}
@@ -295,6 +301,7 @@ class Device(TorchDispatchMode):
         memory = self._memory.pop(address)
         if not self._freeing:
             return
+        # The allocator reuses memory on the owner stream at once, and waits for recorded users.
         over = dict(memory.owner.seen)
         for counts in (self.host, *(user.seen for user in memory.users)):
             _join(over, counts)
@@ -312,7 +319,7 @@ def _address(tensor: Tensor) -> int:
 
 
 def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
-    """The arguments that an operation changes."""
+    """Return the arguments that an operation changes."""
     return tensors_in([args[i] if i < len(args) else kwargs.get(name) for i, name in _writes(func)])
 
 
@@ -323,6 +330,6 @@ def _name(func: Any) -> str:
 
 @cache
 def _writes(func: Any) -> list[tuple[int, str]]:
-    """The place and name of each argument that an operation changes."""
+    """Return the place and name of each argument that an operation changes."""
     arguments = enumerate(func._schema.arguments)
     return [(i, a.name) for i, a in arguments if a.alias_info is not None and a.alias_info.is_write]

@@ -1,4 +1,4 @@
-"""No step makes the host wait for its device: the guard itself, and steps under it."""
+"""No step makes the host wait for its device: tests of the guard, and of steps under it."""
 
 from __future__ import annotations
 
@@ -74,8 +74,8 @@ PLANTED: dict[str, Callable[[Tensor], Any]] = {
 
 
 @pytest.mark.parametrize("planted", PLANTED)
-def test_each_kind_of_wait_is_noted(planted: str) -> None:
-    """Catches a kind of wait that the guard would let pass."""
+def test_each_kind_of_wait_is_recorded(planted: str) -> None:
+    """Catches a kind of wait that the guard misses."""
     x = torch.zeros(2)
     with HostSyncs() as guard:
         PLANTED[planted](x)
@@ -85,8 +85,8 @@ def test_each_kind_of_wait_is_noted(planted: str) -> None:
     assert place.startswith("tests/test_host_syncs.py:")
 
 
-def test_what_waits_for_nobody_is_not_noted() -> None:
-    """Catches a guard that fails where nothing has to wait."""
+def test_operations_without_a_wait_are_not_recorded() -> None:
+    """Catches a guard that reports waits where none is needed."""
     x = torch.ones(2)
     with HostSyncs() as guard:
         ends = torch.tensor([0, 1])
@@ -169,15 +169,15 @@ class Found:
     """The waits of a step, by its parts, and the operations that were followed."""
 
     passes: list[str]
-    """Of forward and backward."""
+    """Waits in forward and backward."""
     end: list[str]
-    """Of reduction, update and what is reported of them."""
+    """Waits in reduction, update and the outcome of the step."""
     evaluation: list[str]
     followed: int
 
 
 def _guarded(step: TrainStep, batches: Sequence[Any]) -> Found:
-    """Of the second step; the first is to do what is done once."""
+    """Return the waits of the second step; the first does what is done once."""
     with HostSyncs() as guard:
         guard.of_host(*(batch.cu_seqlens for batch in batches))
         step(batches, 1e-3)
@@ -202,7 +202,10 @@ def _steps(rank: int, cases: dict[str, Case]) -> dict[str, Found]:
 
 
 def _check(name: str, found: Found) -> None:
-    """The norm says whether the step is skipped; loss and tokens are there when it is."""
+    """Check that a step only waits for the norm, and an evaluation for its result.
+
+    The norm says whether the step is skipped; loss and token counts have arrived by then.
+    """
     assert found.followed > 100, name
     assert found.passes == [], name
     assert [wait.rpartition("/")[0] for wait in found.end] == ["tolist in isp/core/optim"]
@@ -211,7 +214,7 @@ def _check(name: str, found: Found) -> None:
 
 @pytest.mark.parametrize(("world", "cases"), [(2, OF_TWO), (4, OF_FOUR)], ids=["2", "4"])
 def test_a_step_waits_once(world: int, cases: dict[str, Case]) -> None:
-    """Catches whatever keeps the host from running ahead of the device."""
+    """Catches any wait that keeps the host from running ahead of the device."""
     for of_rank in run_ranks(world, _steps, cases, timeout_seconds=110):
         for name, found in of_rank.items():
             _check(name, found)
@@ -241,7 +244,9 @@ def _traced(rank: int, case: tuple[nn.Module, JobConfig]) -> Found:
 
 
 def test_a_step_of_a_model_of_transformers_waits_once() -> None:
-    """Catches waits in rows that come from a loop, and in how others' models are driven."""
+    """Catches waits for rows that a user's loop passes, and in the forward of transformers
+    models.
+    """
     cases = {name: (tiny(name), config) for name, config in TRACED.items()}
     for name, of_ranks in run_each(2, _traced, cases, timeout_seconds=110).items():
         for found in of_ranks:
@@ -251,7 +256,7 @@ def test_a_step_of_a_model_of_transformers_waits_once() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ["isp", "rows", "window", "recomputed", "lean", "scaled"])
 def test_a_step_waits_once_on_cuda(name: str) -> None:
-    """Catches what waits inside of an operation, and so is not seen on the CPU."""
+    """Catches waits inside an operation, which are not seen on the CPU."""
     case = OF_TWO[name]
     device, layout = torch.device("cuda", 0), Layout(micro=2)
     task = Task(model=case.model, packed=case.packed, micro_bsz=2)

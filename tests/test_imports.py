@@ -1,4 +1,4 @@
-"""What importing the library's parts loads; `lint-imports` checks the layers and cycles."""
+"""The modules that an import loads; `lint-imports` checks layers and cycles."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ CORE = (
     ids=["isp", "config", "parallelize", "core"],
 )
 def test_an_import_loads_no_more_than_it_needs(code: str, unwanted: set[str]) -> None:
-    """Catches an import that makes every start slower, or the runtime need what is above it."""
+    """Catches an import that slows every start, or a runtime that depends on a layer above."""
     command = [sys.executable, "-c", f"{code}; {LOADED}"]
     loaded = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
     assert not unwanted & set(loaded)
 
 
 def test_tools_import_names_that_exist() -> None:
-    """Catches a tool that no test runs, such as those of GPUs, after a module has moved."""
+    """Catches a tool that no test runs, such as one for GPUs, broken by a moved module."""
     missing = []
     for file in (Path(__file__).parents[1] / "tools").rglob("*.py"):
         for node in ast.walk(ast.parse(file.read_text())):
@@ -55,7 +55,7 @@ def _missing(module: str, names: list[ast.alias]) -> list[str]:
         try:
             if not hasattr(importlib.import_module(module), name):
                 importlib.import_module(f"{module}.{name}")
-        except ModuleNotFoundError as error:  # of another package: it is not installed here
+        except ModuleNotFoundError as error:  # an optional package that is not installed here
             if (error.name or "").split(".")[0] == "isp":
                 found.append(f"{module}.{name}")
     return found

@@ -1,4 +1,4 @@
-"""The names that a user may import: where they are listed, that they exist and say what they do."""
+"""The public names: where they are listed, that they exist and are documented."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ INTEGRATIONS = {
     "isp.integrations.transformers": "transformers",
     "isp.integrations.verl": "verl",
 }
-"""Each with the package that it needs."""
+"""Integration modules, and the package that each needs."""
 
 SEED_SURFACE = {
     "isp": """
@@ -50,7 +50,7 @@ MEMBERS = {
     "isp.tensor_parallel.RngStatesTracker": "add fork get_states set_states",
     "isp.data_parallel.DataParallelBucket": "no_sync reset",
 }
-"""Methods and attributes of them."""
+"""Their methods and attributes."""
 
 
 def _type_checking_block() -> dict[str, list[str]]:
@@ -68,23 +68,23 @@ def _type_checking_block() -> dict[str, list[str]]:
 
 
 def test_the_lists_of_public_names_agree() -> None:
-    """Catches a name that loads and has no type, or has a type and does not load."""
+    """Catches a name that can be imported but has no type, or the reverse."""
     assert _type_checking_block() == isp._NAMES
     assert isp.__all__ == sorted(name for names in isp._NAMES.values() for name in names)
     assert set(isp.__all__) <= set(dir(isp))
 
 
 @pytest.mark.parametrize("name", isp.__all__)
-def test_a_name_of_isp_is_where_it_looks_for_it(name: str) -> None:
-    """Catches a name that moved away, and one without a description."""
+def test_public_names_of_isp_exist_and_are_documented(name: str) -> None:
+    """Catches a name that has moved, and one without a docstring."""
     found = getattr(isp, name)
     assert (found.__name__, found.__module__) == (name, isp._HOMES[name])
     assert found.__doc__
 
 
 @pytest.mark.parametrize("module", [*PUBLIC, *INTEGRATIONS])
-def test_a_public_module_has_what_it_lists(module: str) -> None:
-    """Catches a name that is exported and gone, or that nothing describes."""
+def test_names_in_all_exist_and_are_documented(module: str) -> None:
+    """Catches a name in `__all__` that is gone, or has no docstring."""
     if module in INTEGRATIONS:
         pytest.importorskip(INTEGRATIONS[module])
     public = importlib.import_module(module)
@@ -96,19 +96,19 @@ def test_a_public_module_has_what_it_lists(module: str) -> None:
 
 @pytest.mark.parametrize("module", SEED_SURFACE)
 def test_known_names_have_a_public_path(module: str) -> None:
-    """Catches a name that users of other frameworks know, and that is not public any more."""
+    """Catches a name known from other frameworks that is no longer public."""
     assert set(SEED_SURFACE[module].split()) <= set(importlib.import_module(module).__all__)
 
 
 @pytest.mark.parametrize("path", MEMBERS)
 def test_known_names_have_their_members(path: str) -> None:
-    """Catches a method that users of other frameworks call, and that is gone."""
+    """Catches a method known from other frameworks that is gone."""
     module, _, name = path.rpartition(".")
     found = getattr(importlib.import_module(module), name)
     assert set(MEMBERS[path].split()) <= set(dir(found))
 
 
-def test_attention_is_a_function() -> None:
+def test_isp_attention_stays_a_function() -> None:
     """Catches a package of the same name, which an import elsewhere would put in its place."""
     import isp.core.attention.api
     from isp import attention
@@ -118,6 +118,6 @@ def test_attention_is_a_function() -> None:
 
 
 def test_an_unknown_name_is_an_attribute_error() -> None:
-    """Catches another error than `hasattr` and import expect for a typo."""
+    """Catches another error for a misspelled name than `hasattr` and import expect."""
     with pytest.raises(AttributeError, match="nothing"):
         isp.nothing  # noqa: B018

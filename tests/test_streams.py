@@ -1,4 +1,4 @@
-"""Order and lifetimes on the streams of a device: the checker itself, and real steps under it."""
+"""Order and lifetimes on device streams: tests of the checker, and of real steps under it."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ TASK = Task(model=SMALL)
 # -- the checker ---------------------------------------------------------------------------------
 
 
-def test_what_is_ordered_and_kept_is_no_fault() -> None:
-    """Catches a checker that sees faults where there are none."""
+def test_ordered_accesses_are_no_fault() -> None:
+    """Catches a checker that reports faults where there are none."""
     with Device() as device:
         side, x = streams.new(CPU), torch.ones(4)
         streams.follow(side)
@@ -30,14 +30,14 @@ def test_what_is_ordered_and_kept_is_no_fault() -> None:
             y = x * 2
             streams.in_use(x)
             done = streams.mark(CPU)
-        del x  # `side` still reads it, and the allocator knows
+        del x  # `side` still reads it, which record_stream has told the allocator
         assert done is not None
         done.wait()
         y.add_(1)
         streams.follow(side)
         with streams.on(side):
             y.zero_()
-        del y  # made on `side`, which has it again
+        del y  # allocated on `side`, which may reuse it
         z = torch.ones(4)
         streams.follow(side)
         with streams.on(side):
@@ -45,7 +45,7 @@ def test_what_is_ordered_and_kept_is_no_fault() -> None:
             done = streams.mark(CPU)
         assert done is not None
         done.synchronize()
-        del z  # the host has seen the end of it
+        del z  # the host has waited for its end
     assert device.faults == []
 
 
@@ -58,8 +58,8 @@ def test_what_is_ordered_and_kept_is_no_fault() -> None:
         ("free", "freed before mul on stream 1 is over"),
     ],
 )
-def test_each_kind_of_fault_is_seen(fault: str, words: str) -> None:
-    """Catches a rule that the checker does not keep to."""
+def test_each_kind_of_fault_is_found(fault: str, words: str) -> None:
+    """Catches a rule that the checker does not apply."""
     with Device() as device:
         side, x = streams.new(CPU), torch.ones(4)
         if fault != "read":
@@ -129,11 +129,13 @@ OPTIONS = [
 def _faults(
     rank: int, case: tuple[Layout, Task], timed: bool = False, steps: int = 2
 ) -> tuple[list[str], int]:
-    """What went wrong in `steps` and an evaluation behind the second, and how much was followed."""
+    """Return faults of `steps` with an evaluation after the second, and the number of
+    operations.
+    """
     layout, task = case
     with Device() as device:
         mesh = Meshes(rank).of(layout)
-        # Weights are published by several buckets, as large ones are.
+        # Small buckets, so that weights are published in several, as large models do.
         run = make_run(mesh, layout, task, dtype=torch.bfloat16, bucket_bytes=1000)
         if timed:
             run.step.mesh.log.collect(CPU)
@@ -141,7 +143,7 @@ def _faults(
             run.numbers(range(step, step + 1))
             if step == 1:
                 run.step.evaluate([[task.batch(0, place) for place in range(layout.micro)]])
-        if not timed:  # as in a loop of one's own
+        if not timed:  # as in a user's training loop
             assert run.step.mesh.log.transfers == []
             assert len(device.made) <= 2, "streams but those of gathers and copies to the host"
         return device.faults, device.touched
@@ -154,20 +156,20 @@ def _check(layout: Layout, task: Task, *, timed: bool = False, steps: int = 2) -
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_no_stream_takes_from_another_what_it_needs(case: str) -> None:
-    """Catches what is read before it is there, and memory that is given away too early."""
+def test_steps_have_no_faults_on_streams(case: str) -> None:
+    """Catches tensors read before they are written, and memory that is reused too early."""
     _check(*CASES[case], steps=3)
 
 
 @pytest.mark.parametrize("case", ["isp", "inputs on the host"])
-def test_who_times_transfers_adds_no_fault(case: str) -> None:
-    """Catches tensors that NCCL lets go of because a stream that only takes the time has waited."""
+def test_timing_transfers_adds_no_fault(case: str) -> None:
+    """Catches tensors that NCCL releases because a stream that only measures time has waited."""
     _check(*CASES[case], timed=True)
 
 
-def test_options_of_the_weights_and_recomputed_blocks() -> None:
-    """Catches a buffer of one of the other routes of weights and gradients that does not live, and
-    weights of a recompute that are freed before the backward that shares them.
+def test_other_options_and_recomputed_blocks_have_no_faults() -> None:
+    """Catches a buffer freed too early on another path of weights and gradients, and weights of a
+    recomputation freed before the backward that shares them.
     """
     cases = {str(options): (replace(ISP, options=options), TASK) for options in OPTIONS}
     cases["recomputed"] = ISP, Task(model=replace(SMALL, checkpoint=0.5))

@@ -1,4 +1,4 @@
-"""The layers of a small model for a mode, made of the classes of `isp.core.layers`."""
+"""Layers of a small model for any mode, built from the classes of `isp.core.layers`."""
 
 from __future__ import annotations
 
@@ -42,7 +42,9 @@ CPU = torch.device("cpu")
 
 @dataclass(frozen=True, kw_only=True)
 class ToolkitLayers(RankLayers):
-    """A model's code is the same in every mode; one rank in isp mode, unless said otherwise."""
+    """Builds layers so that a model's code is the same in every mode; by default isp on one
+    rank.
+    """
 
     mode: Mode = Mode.ISP
     tensor: Channel = field(default_factory=lambda: Channel.solo("tensor"))
@@ -53,13 +55,13 @@ class ToolkitLayers(RankLayers):
 
     @property
     def feature_parts(self) -> int:
-        """The ranks over which features are split."""
+        """The number of ranks over which features are split."""
         return self.tensor.size if self.splits_features else 1
 
     def column(
         self, in_features: int, out_features: tuple[int, ...], *, bias: bool = False, std: float
     ) -> ParallelLinear:
-        """A linear to the fused `out_features`, of which each rank computes its share."""
+        """Return a linear to the fused `out_features`, of which each rank computes its share."""
         total = sum(out_features)
         assert all(n % self.feature_parts == 0 for n in out_features), (out_features, self.tensor)
         segments = out_features if self.splits_features else (total,)
@@ -71,12 +73,12 @@ class ToolkitLayers(RankLayers):
             device=self.device,
             dtype=self.dtype,
         )
-        return _begins(layer, std)
+        return _with_std(layer, std)
 
     def row(
         self, in_features: int, out_features: int, *, bias: bool = False, std: float
     ) -> ParallelLinear:
-        """A linear from split `in_features`, the dual of `column`."""
+        """Return a linear from split `in_features`, the counterpart of `column`."""
         assert in_features % self.feature_parts == 0, (in_features, self.tensor)
         bias_layout = None
         if bias and self.splits_features:
@@ -92,21 +94,23 @@ class ToolkitLayers(RankLayers):
             device=self.device,
             dtype=self.dtype,
         )
-        return _begins(layer, std)
+        return _with_std(layer, std)
 
     def embedding(self, vocab_size: int, hidden_size: int, *, std: float) -> Table:
-        """The table of token embeddings, split by vocabulary (in isp mode, if asked, by hidden)."""
+        """Return the token embedding, split by vocabulary (in isp mode optionally by hidden
+        size).
+        """
         layout, communicator = self.sharded_layout((vocab_size, hidden_size), dim=0), None
         if not self.splits_features:
             communicator = EmbeddingWeightParallelCommunicator(
                 self.communicator, self.weight, split_hidden=self.embed_split_hidden
             )
             layout = communicator.table_layout(vocab_size, hidden_size)
-        # As in a row linear, each rank has a part of the sum.
+        # As in a row linear, each rank has a partial sum.
         moves = moves_for(self.mode, Role.ROW, self.tensor)
         table = Table(communicator or self.communicator, moves)
         table.add_shard("weight", layout, device=self.device, dtype=self.dtype)
-        return _begins(table, std)
+        return _with_std(table, std)
 
     def head(
         self,
@@ -117,9 +121,9 @@ class ToolkitLayers(RankLayers):
         tied_to: Table | None = None,
         loss_chunk_tokens: int = 0,
     ) -> Head:
-        """The linear to the logits, split by vocabulary; may share the embedding's table.
+        """Return the linear to the logits, split by vocabulary; it may share the embedding's table.
 
-        Its loss is computed `loss_chunk_tokens` tokens at a time, 0: all at once.
+        Its loss is computed `loss_chunk_tokens` tokens at a time, or with 0 all at once.
         """
         layout = self.sharded_layout((vocab_size, hidden_size), dim=0)
         if tied_to is not None:
@@ -136,28 +140,28 @@ class ToolkitLayers(RankLayers):
         if tied_to is not None:
             head.weight = tied_to.weight
         head.losses = self.head_loss(head, vocab_size, chunk_tokens=loss_chunk_tokens)
-        return _begins(head, std)
+        return _with_std(head, std)
 
     def rms_norm(self, size: int, *, eps: float, per_head: bool = False) -> RMSNorm:
-        """A norm over the hidden size of a token or (`per_head`) over each head."""
+        """Return a norm over the hidden size of a token or (`per_head`) over each head."""
         layout = self.replicated_layout((size,), sees_part=True if per_head else None)
         return RMSNorm(layout, eps=eps, device=self.device, dtype=self.dtype)
 
 
 class Head(ParallelLinear):
-    """The linear to the logits, split by vocabulary; and the loss of them."""
+    """The linear to the logits, split by vocabulary, and their loss."""
 
     losses: HeadLoss
 
     def forward(
         self, x: Tensor, labels: Tensor | None = None, expected: Tensor | None = None
     ) -> Tensor:
-        """The logits, [B, S', D] -> [B, S', V'], or with `labels` the total of `losses`, []."""
+        """Return the logits, [B, S, D] -> [B, S, V'], or with `labels` the sum of their losses."""
         return super().forward(x) if labels is None else self.losses.total(x, labels, expected)
 
 
 class RMSNorm(ParallelModule):
-    """torch's, with a weight that every rank holds whole."""
+    """torch's RMSNorm with a weight that every rank holds whole."""
 
     weight: nn.Parameter
 
@@ -173,7 +177,7 @@ class RMSNorm(ParallelModule):
 
 
 class Table(ParallelModule):
-    """Token embeddings, by whatever communicator and moves."""
+    """Token embeddings with any communicator and transfers."""
 
     weight: nn.Parameter
     bias: nn.Parameter | None = None
@@ -189,8 +193,8 @@ class Table(ParallelModule):
 
 
 class Operations(TorchDispatchMode):
-    """Calls `note(name, args, out)` behind every operation of torch's, such as `mm`; `args` are all
-    of its arguments, by place or by name.
+    """Calls `note(name, args, out)` after every torch operation, such as `mm`; `args` are all
+    arguments, positional or by name.
     """
 
     def __init__(self, note: Callable[[str, tuple[Any, ...], Any], object]) -> None:
@@ -215,7 +219,7 @@ def topology(
     context: int = 1,
     **keys: bool,
 ) -> Topology:
-    """Of groups of these sizes; `keys` are others of `parallel.weight`."""
+    """Return the topology of groups of these sizes; `keys` are others of `parallel.weight`."""
     parallel = ParallelConfig(
         tensor=TensorConfig(size=tensor, mode=mode),
         weight=WeightConfig(size=weight, **keys),
@@ -227,12 +231,12 @@ def topology(
 
 
 def weight_mesh(rank: int, world: int) -> Mesh:
-    """The channels of a rank where all ranks share one copy of the weights."""
+    """Return the channels of a rank where all ranks share one copy of the weights."""
     return Mesh(topology(world, weight=world), rank)
 
 
 def blocks_of(*layers: WeightHolder) -> tuple[DeclaredBlock, ...]:
-    """Each layer as a block of its own, in this order."""
+    """Return each layer as a block of its own, in this order."""
     return tuple(
         DeclaredBlock(name=f"{i}", module=layer, uses=(DeclaredUse(Use("use"), layer),))
         for i, layer in enumerate(layers)
@@ -242,15 +246,15 @@ def blocks_of(*layers: WeightHolder) -> tuple[DeclaredBlock, ...]:
 M = TypeVar("M", bound=ParallelModule)
 
 
-def _begins(layer: M, std: float) -> M:
-    """The layer, whose weight begins with numbers of this standard deviation."""
+def _with_std(layer: M, std: float) -> M:
+    """Return the layer after setting the standard deviation of its initial weight."""
     layer.init_std = std
     return layer
 
 
 @torch.no_grad()
 def init_weights(model: nn.Module, seed: int) -> None:
-    """Give every parameter its part of the weights of `seed`; norms are 1, biases 0."""
+    """Set every parameter to its part of the weights of `seed`; norms are 1, biases 0."""
     for item in named_parameters(model):
         owner, _, local = item.name.rpartition(".")
         std = getattr(model.get_submodule(owner), "init_std", None)

@@ -42,7 +42,7 @@ _APART = {"q": 8, "k": 4, "v": 4}
 
 
 def _earlier_names() -> dict[str, RowsOf]:
-    """Return the place of each separate parameter in a checkpoint with the fused one."""
+    """Return the place of each separate parameter in a checkpoint that has the fused parameter."""
     first, whole = dict(zip(_APART, accumulate(_APART.values(), initial=0), strict=False)), 16
     return {
         f"{name}.{kind}": RowsOf(f"wqkv.{kind}", first[name], whole)
@@ -55,9 +55,9 @@ class _Model(nn.Module):
     """Parameters of each kind: fused, biased, uneven, tied, replicated, empty on the last ranks."""
 
     def __init__(self, layers: ToolkitLayers, *, wide: int, apart: bool = False) -> None:
-        """`apart`: q, k and v are three parameters instead of a fused one."""
+        """Create the parameters; with `apart`, q, k and v are separate instead of fused."""
         super().__init__()
-        self.embedding = layers.embedding(37, wide, std=1.0)  # 37 rows divide by nothing
+        self.embedding = layers.embedding(37, wide, std=1.0)  # 37 rows divide by no number of ranks
         if apart:
             for name, rows in _APART.items():
                 self.add_module(name, layers.column(wide, (rows,), bias=True, std=1.0))
@@ -105,9 +105,9 @@ def make_run(
 
 
 def _channels(topology: Topology, rank: int) -> dict[Axis, Channel]:
-    """Return channels with their sizes, of which only WORLD and ZERO1 can communicate.
+    """Return the channels of a topology, of which only WORLD and ZERO1 can communicate.
 
-    Nothing else communicates here, and each gloo group takes time to connect.
+    These tests communicate over no other channel, and each gloo group takes time to connect.
     """
     channels = {axis: Channel.solo(axis.value) for axis in Axis}
     for axis, channel in channels.items():
@@ -141,7 +141,7 @@ def clear(run: Run) -> None:
 
 
 def whole_value(name: str, kind: str, shape: tuple[int, ...]) -> Tensor:
-    """Return the whole tensor of `kind` of a parameter: float64, all elements different."""
+    """Return the whole float64 tensor of `kind` for a parameter; all its elements differ."""
     seed = int.from_bytes(hashlib.sha256(f"{name}/{kind}".encode()).digest()[:4], "little")
     return torch.rand(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
 
@@ -164,8 +164,7 @@ def fill(run: Run) -> None:
 def expect(run: Run, through: torch.dtype | None = None) -> int:
     """Check every weight and moment of this rank bit by bit; return the number of elements.
 
-    `through` is the dtype of the master weights and moments of the run that saved, where it is
-    narrower than this one's.
+    `through`: dtype of the masters and moments of the run that saved, if narrower than this run's.
     """
     compared = 0
     state = run.optimizer.state_dict()

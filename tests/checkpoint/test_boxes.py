@@ -55,8 +55,8 @@ def _shards(case: str, parts: int, zero1: int) -> list[Shard]:
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("parts", PARTS)
 @pytest.mark.parametrize("zero1", [1, 2, 5])
-def test_boxes_tile_the_whole(case: str, parts: int, zero1: int) -> None:
-    """Catches an element in no box, in two, or in a place that is not its own."""
+def test_boxes_tile_the_whole_tensor(case: str, parts: int, zero1: int) -> None:
+    """Catches an element that is in no box, in two boxes, or at another element's place."""
     shape = CASES[case][0]
     joined = torch.full(shape, -1)
     for piece in (p for shard in _shards(case, parts, zero1) for p in shard.pieces):
@@ -67,8 +67,8 @@ def test_boxes_tile_the_whole(case: str, parts: int, zero1: int) -> None:
     assert torch.equal(joined, torch.arange(math.prod(shape)).view(shape))
 
 
-def test_intervals_that_touch_make_one_box() -> None:
-    """Catches a fused weight that is whole on a rank being written in three parts."""
+def test_adjacent_intervals_are_merged_into_one_box() -> None:
+    """Catches a fused weight that is whole on a rank but is written in three parts."""
     assert len(boxes_of(_layout("fused", 1, 0))) == 1
     assert len(boxes_of(_layout("fused", 2, 0))) == 3
 
@@ -79,8 +79,10 @@ def _plan(shards: list[Shard]) -> SavePlan:
     return planner.create_local_plan()
 
 
-def test_replicas_are_written_once_and_by_turns() -> None:
-    """Catches a replicated tensor written by every rank, or all of them by the first."""
+def test_replicated_tensors_are_written_once_by_ranks_in_turn() -> None:
+    """Catches a replicated tensor that every rank writes, and a first rank that writes all of
+    them.
+    """
     shards = [Shard.whole(f"x{i}", torch.zeros(10)) for i in range(8)]
     plans, metadata = BoxSavePlanner().create_global_plan([_plan(shards) for _ in range(4)])
     assert [len(plan.items) for plan in plans] == [2, 2, 2, 2]
@@ -90,7 +92,7 @@ def test_replicas_are_written_once_and_by_turns() -> None:
 
 @pytest.mark.parametrize("missing", [0, 3])
 def test_a_missing_shard_is_refused(missing: int) -> None:
-    """Catches a checkpoint with a hole, which only the next load would find."""
+    """Catches a checkpoint that lacks a shard, which only the next load would notice."""
     shards = _shards("rows", 4, 1)
     plans = [_plan([shard]) for i, shard in enumerate(shards) if i != missing]
     with pytest.raises(ValueError, match="of the 21 elements of x"):
@@ -98,7 +100,7 @@ def test_a_missing_shard_is_refused(missing: int) -> None:
 
 
 def test_elements_that_were_not_saved_are_refused() -> None:
-    """Catches a shard loaded in part, with the rest left as it was before."""
+    """Catches a shard that is loaded in part and keeps its old values elsewhere."""
     shards = _shards("rows", 2, 1)
     _, metadata = BoxSavePlanner().create_global_plan([_plan([shard]) for shard in shards])
     saved = metadata.state_dict_metadata["x"]
@@ -111,8 +113,8 @@ def test_elements_that_were_not_saved_are_refused() -> None:
         planner.create_local_plan()
 
 
-def test_ranks_that_disagree_are_refused() -> None:
-    """Catches ranks that hold boxes of the same corner and another size or dtype."""
+def test_boxes_that_differ_between_ranks_are_refused() -> None:
+    """Catches ranks whose boxes begin at the same corner but differ in size or dtype."""
     plans = [_plan([Shard.whole("x", torch.zeros(4, dtype=d))]) for d in (torch.half, torch.float)]
     with pytest.raises(ValueError, match="disagree about x"):
         BoxSavePlanner().create_global_plan(plans)

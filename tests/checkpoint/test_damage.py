@@ -1,4 +1,4 @@
-"""Damaged checkpoints are passed over with a reason, and a foreign checkpoint runs no code."""
+"""Damaged checkpoints are skipped with a reason, and foreign checkpoints run no code."""
 
 from __future__ import annotations
 
@@ -84,8 +84,10 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_a_damaged_checkpoint_is_passed_over(folder: Path, damage: str) -> None:
-    """Catches damage that is loaded, or that stops a run which has an older good checkpoint."""
+def test_a_damaged_checkpoint_is_skipped(folder: Path, damage: str) -> None:
+    """Catches damage that is loaded, and damage that ends a run which has an older good
+    checkpoint.
+    """
     act, reason = DAMAGES[damage]
     act(folder / "step_30")
     info = _choose(folder)
@@ -96,15 +98,17 @@ def test_a_damaged_checkpoint_is_passed_over(folder: Path, damage: str) -> None:
 
 
 def test_the_newest_good_checkpoint_is_chosen(folder: Path) -> None:
-    """Catches an older checkpoint preferred, and an empty folder that is not a fresh start."""
+    """Catches a preference for an older checkpoint, and an empty folder not treated as a fresh
+    start.
+    """
     info = _choose(folder)
     assert (info.step, info.passed_over) == (30, ())
     elsewhere = Checkpointer(folder / "elsewhere", CONFIG, world=Channel.solo())
     assert elsewhere.choose() is None
 
 
-def test_if_all_are_damaged_the_run_does_not_start_anew(folder: Path) -> None:
-    """Catches a month of training silently begun again from step 0."""
+def test_a_run_does_not_start_anew_if_all_checkpoints_are_damaged(folder: Path) -> None:
+    """Catches a month of training that silently starts again from step 0."""
     for step in (10, 20, 30):
         (folder / f"step_{step}" / DATA).unlink()
     with pytest.raises(
@@ -114,7 +118,9 @@ def test_if_all_are_damaged_the_run_does_not_start_anew(folder: Path) -> None:
 
 
 def test_load_step_selects_a_checkpoint(folder: Path) -> None:
-    """Catches load_step ignored, or quietly replaced by another where it is absent or damaged."""
+    """Catches load_step ignored, or silently replaced by another step if it is absent or
+    damaged.
+    """
     info = _choose(folder, 10)
     assert info.step == 10
     assert "as load_step=10 says" in info.describe()
@@ -125,10 +131,12 @@ def test_load_step_selects_a_checkpoint(folder: Path) -> None:
         _choose(folder, 10)
 
 
-def test_a_run_that_went_back_continues(folder: Path) -> None:
-    """Catches a restarted run that goes back to load_step once more, or continues what it left."""
+def test_a_restart_after_load_step_resumes_from_its_own_checkpoints(folder: Path) -> None:
+    """Catches a restart that goes back to load_step again, or resumes from the run it branched
+    from.
+    """
     checkpointer = Checkpointer(folder, CONFIG, world=Channel.solo())
-    first, second, third = 3.0, 2.0, 1.0  # launches; the numbers say nothing of their order
+    first, second, third = 3.0, 2.0, 1.0  # ids of launches, whose order has no meaning
     for step, launch in ((20, first), (30, second)):
         # The clock was set back in the meantime: the save after step 10 looks older than step 10.
         _change(folder / f"step_{step}", shared={LAUNCH: launch}, saved_at=1.0 / step)
@@ -156,8 +164,8 @@ def _choose_on(rank: int, folder: Path) -> tuple[int, tuple[str, ...]]:
 
 
 @pytest.mark.parametrize("name", [DATA, METADATA])
-def test_ranks_agree_on_what_is_good(folder: Path, name: str) -> None:
-    """Catches ranks that choose different checkpoints, each having verified its share alone."""
+def test_ranks_agree_on_the_checkpoint_to_load(folder: Path, name: str) -> None:
+    """Catches ranks that choose different checkpoints, since each verifies only its own share."""
     _flip_bit(folder / "step_30" / name)
     answers = run_ranks(2, _choose_on, folder)
     assert answers[0] == answers[1]
@@ -231,10 +239,10 @@ CRAFTED: dict[str, tuple[Callable[[Path], object], str]] = {
 }
 
 
-@pytest.mark.timeout(60)  # instead of reading for ever
+@pytest.mark.timeout(60)  # otherwise the read would never end
 @pytest.mark.parametrize("craft", CRAFTED)
-def test_a_crafted_manifest_is_passed_over(folder: Path, craft: str) -> None:
-    """Catches files elsewhere that are read, an endless read, and tracebacks."""
+def test_a_crafted_manifest_is_skipped(folder: Path, craft: str) -> None:
+    """Catches files outside of the folder that are read, endless reads, and tracebacks."""
     act, reason = CRAFTED[craft]
     (folder / "secret").write_bytes(b"")
     act(folder / "step_30")
@@ -292,8 +300,10 @@ transforms"""
 
 
 @pytest.mark.parametrize("craft", re.split("[;\n]", CRAFTS))
-def test_a_crafted_table_is_damaged(folder: Path, craft: str) -> None:
-    """Catches a traceback of torch's, a read of nothing, and memory for what is not there."""
+def test_a_crafted_table_of_contents_is_reported_as_damage(folder: Path, craft: str) -> None:
+    """Catches a traceback of torch, an empty read, and memory allocated for data that do not
+    exist.
+    """
     path = folder / "step_30"
     metadata = read_metadata(path, Manifest.read(path).files)
     _crafted(craft, metadata)
@@ -303,8 +313,10 @@ def test_a_crafted_table_is_damaged(folder: Path, craft: str) -> None:
         CheckpointWeights(path)
 
 
-def test_a_place_with_another_tensor_is_damaged(folder: Path) -> None:
-    """Catches a traceback for tensors that are not what the table says."""
+def test_tensors_that_differ_from_the_table_are_reported_as_damage(folder: Path) -> None:
+    """Catches a traceback where the bytes of a shard are not the tensor that the table
+    describes.
+    """
     path = folder / "step_30"
     metadata = read_metadata(path, Manifest.read(path).files)
     for info in metadata.storage_data.values():
@@ -327,8 +339,10 @@ def test_a_place_with_another_tensor_is_damaged(folder: Path) -> None:
         ("model.hf_overrides", []),
     ],
 )
-def test_a_crafted_configuration_is_damaged(folder: Path, key: str, value: object) -> None:
-    """Catches a traceback where a checkpoint is exported, or text is made with it."""
+def test_a_crafted_configuration_is_reported_as_damage(
+    folder: Path, key: str, value: object
+) -> None:
+    """Catches a traceback when such a checkpoint is exported or generates text."""
     config: dict[str, dict[str, object]] = {
         "model": {"hf": None},
         "training": {"dtype": "float32"},
@@ -342,8 +356,8 @@ def test_a_crafted_configuration_is_damaged(folder: Path, key: str, value: objec
 
 
 @pytest.mark.parametrize("name", ["/dev/zero", "../step_20/__0_0.distcp"])
-def test_shards_are_in_the_folder_of_their_table(folder: Path, name: str) -> None:
-    """Catches a foreign table of contents by which another file is read as weights."""
+def test_a_table_may_not_name_files_outside_of_its_folder(folder: Path, name: str) -> None:
+    """Catches a foreign table of contents that makes the run read another file as weights."""
     path = folder / "step_30"
     metadata = read_metadata(path, Manifest.read(path).files)
     for info in metadata.storage_data.values():
@@ -359,8 +373,10 @@ def test_shards_are_in_the_folder_of_their_table(folder: Path, name: str) -> Non
 
 
 @pytest.mark.parametrize("value", [b"", b"nothing", pickle.dumps(torch.Size([1]))])
-def test_another_table_is_no_table(folder: Path, value: bytes) -> None:
-    """Catches a traceback for what only looks like a table of contents."""
+def test_a_file_that_is_no_table_of_contents_is_reported_as_damage(
+    folder: Path, value: bytes
+) -> None:
+    """Catches a traceback for an empty file, for text, and for a pickle of another type."""
     (folder / "step_30" / METADATA).write_bytes(value)
     with pytest.raises(Damaged, match=METADATA):
         read_metadata(folder / "step_30", FILES)
@@ -379,7 +395,7 @@ def test_a_harmful_file_runs_no_code(folder: Path) -> None:
 
 
 def test_inspect_describes_the_contents(folder: Path) -> None:
-    """Catches a wrong shape, dtype, step or count, and a damaged one described as sound."""
+    """Catches a wrong shape, dtype, step or count, and a damaged checkpoint described as sound."""
     text = inspect(folder / "step_30")
     assert "step 30, 960 tokens, 7 updates" in text
     assert "written by isp: world_size 1, pipeline 1, tensor 1, weight 1, zero1 1" in text
@@ -394,7 +410,7 @@ def test_inspect_describes_the_contents(folder: Path) -> None:
 
 
 def test_verify_reads_every_byte(folder: Path) -> None:
-    """Catches a verdict from sizes alone, and a good one for a folder without any checkpoint."""
+    """Catches a verdict that looks at sizes only, and success for a folder without checkpoints."""
     assert verify(folder).good
     _flip_bit(folder / "step_20" / DATA)
     verdict = verify(folder)

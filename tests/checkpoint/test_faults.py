@@ -1,4 +1,4 @@
-"""Ranks that cannot write, and ranks that die while they do."""
+"""Saves on ranks that cannot write, and on ranks that die while they write."""
 
 from __future__ import annotations
 
@@ -66,8 +66,12 @@ def _fail_once(rank: int, folder: Path, mode: str, failing: int) -> list[str]:
 
 
 @pytest.mark.parametrize(("mode", "failing"), [("disabled", 0), ("async", 1)])
-def test_a_rank_that_cannot_write(tmp_path: Path, mode: str, failing: int) -> None:
-    """Catches ranks that wait for one which has failed, and a half checkpoint left or published."""
+def test_a_failed_write_fails_the_save_on_all_ranks(
+    tmp_path: Path, mode: str, failing: int
+) -> None:
+    """Catches ranks that wait for the rank that failed, and a partial checkpoint kept or
+    published.
+    """
     answers = run_ranks(2, _fail_once, tmp_path, mode, failing, timeout_seconds=20)
     message = answers[0][0]
     assert answers[1][0] == message
@@ -79,7 +83,7 @@ def test_a_rank_that_cannot_write(tmp_path: Path, mode: str, failing: int) -> No
 
 
 def _die_while_writing(rank: int, folder: Path, store: str, mode: str) -> None:
-    """Let the system kill rank 1 while it writes its second checkpoint."""
+    """Kill rank 1 while it writes its second checkpoint."""
     faulthandler.dump_traceback_later(25)  # says where it hangs, if it does
     dist.init_process_group("gloo", store=dist.FileStore(store, 2), rank=rank, world_size=2)
     run, checkpointer = _run(rank, folder, mode)
@@ -92,7 +96,7 @@ def _die_while_writing(rank: int, folder: Path, store: str, mode: str) -> None:
     try:
         _save_and_wait(checkpointer, 20, run)
     except RuntimeError:
-        code = 3  # what the survivor should come to
+        code = 3  # the exit code expected of the survivor
     os._exit(code)
 
 
@@ -109,8 +113,8 @@ def _resume(rank: int, folder: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("mode", ["disabled", "async"])
-def test_a_rank_that_dies_while_writing(tmp_path: Path, mode: str) -> None:
-    """Catches survivors that hang, and a run that cannot go on from the checkpoint before."""
+def test_a_run_resumes_from_the_checkpoint_before_a_death(tmp_path: Path, mode: str) -> None:
+    """Catches survivors that hang, and a run that cannot resume from the previous checkpoint."""
     folder, begin = tmp_path / "checkpoint", time.monotonic()
     context = mp.get_context("fork")
     arguments = (folder, str(tmp_path / "store"), mode)
@@ -131,7 +135,7 @@ def test_a_rank_that_dies_while_writing(tmp_path: Path, mode: str) -> None:
 
 
 def _save_until_killed(folder: Path, mode: str, published: Connection) -> None:
-    """Continue from the newest checkpoint: save its step again, and then one after the other."""
+    """Resume from the newest checkpoint: save its step again, then later steps one by one."""
     run = make_run(0, topology(), torch.float32)
     fill(run)
     config = CheckpointConfig(keep_latest_k=2, async_mode=mode)  # type: ignore[arg-type]
@@ -143,8 +147,10 @@ def _save_until_killed(folder: Path, mode: str, published: Connection) -> None:
 
 
 @pytest.mark.parametrize("mode", ["disabled", "async"])
-def test_killed_at_any_moment(tmp_path: Path, mode: str) -> None:
-    """Catches an instant of writing, replacing or deleting at which death costs a checkpoint."""
+def test_a_kill_at_any_moment_loses_no_checkpoint(tmp_path: Path, mode: str) -> None:
+    """Catches a moment during a write, replacement or deletion at which a death loses a
+    checkpoint.
+    """
     context, chance = mp.get_context("fork"), random.Random(0)
     run = make_run(0, topology(), torch.float32)
     checkpointer = Checkpointer(tmp_path, CheckpointConfig(), world=run.world)

@@ -57,14 +57,14 @@ def test_an_absent_folder_has_no_checkpoints(folder: CheckpointFolder) -> None:
 
 
 def test_steps_are_ordered_by_number(folder: CheckpointFolder) -> None:
-    """Catches step_9 taken for newer than step_10."""
+    """Catches step_9 sorted as newer than step_10."""
     for step in (9, 10, 100, 11):
         _publish(folder, step)
     assert folder.steps() == [100, 11, 10, 9]
 
 
 def test_an_unfinished_save_is_no_checkpoint(folder: CheckpointFolder) -> None:
-    """Catches a half written folder chosen, or in the way of the next save."""
+    """Catches an incomplete folder that is chosen, or that prevents the next save."""
     folder.begin(10)
     (folder.temporary(10) / "data").write_text("half")
     assert folder.steps() == []
@@ -74,16 +74,16 @@ def test_an_unfinished_save_is_no_checkpoint(folder: CheckpointFolder) -> None:
     assert folder.leftovers() == []
 
 
-def test_a_save_of_the_same_step_replaces(folder: CheckpointFolder) -> None:
-    """Catches a rename onto a folder that is there, which the system refuses."""
+def test_a_save_of_the_same_step_replaces_the_old_one(folder: CheckpointFolder) -> None:
+    """Catches a rename onto an existing folder, which the file system refuses."""
     _publish(folder, 10, "old")
     _publish(folder, 10, "new")
     assert (folder.published(10) / "data").read_text() == "new"
     assert folder.leftovers() == []
 
 
-def test_dying_between_the_two_renames_loses_nothing(folder: CheckpointFolder) -> None:
-    """Catches the only good checkpoint deleted as a leftover because it was moved aside."""
+def test_a_death_between_the_two_renames_loses_nothing(folder: CheckpointFolder) -> None:
+    """Catches the only good checkpoint deleted as a leftover because it had been moved aside."""
     _publish(folder, 10, "old")
     folder.begin(10)
     folder.published(10).rename(folder.path / "step_10.old")
@@ -92,8 +92,8 @@ def test_dying_between_the_two_renames_loses_nothing(folder: CheckpointFolder) -
     assert (folder.published(10) / "data").read_text() == "old"
 
 
-def test_dying_after_the_second_rename_keeps_the_new_one(folder: CheckpointFolder) -> None:
-    """Catches a replaced checkpoint that comes back over the new one."""
+def test_a_death_after_the_second_rename_keeps_the_new_checkpoint(folder: CheckpointFolder) -> None:
+    """Catches the replaced checkpoint restored over the new one."""
     _publish(folder, 10, "old")
     folder.published(10).rename(folder.path / "step_10.old")
     _write_new = folder.temporary(10)
@@ -108,7 +108,7 @@ def test_dying_after_the_second_rename_keeps_the_new_one(folder: CheckpointFolde
 
 @pytest.mark.parametrize(("keep", "left"), [(0, [40, 30, 20, 10]), (1, [40]), (3, [40, 30, 20])])
 def test_old_checkpoints_are_deleted(folder: CheckpointFolder, keep: int, left: list[int]) -> None:
-    """Catches one too many or too few kept, and 0 taken for none."""
+    """Catches one checkpoint too many or too few kept, and keep=0 read as "keep none"."""
     for step in (10, 20, 30, 40):
         _publish(folder, step)
     folder.prune(keep, newest=40)
@@ -116,8 +116,8 @@ def test_old_checkpoints_are_deleted(folder: CheckpointFolder, keep: int, left: 
     assert folder.leftovers() == []
 
 
-def test_damaged_checkpoints_do_not_count(folder: CheckpointFolder) -> None:
-    """Catches the last good ones deleted in favor of newer ones that are broken."""
+def test_damaged_checkpoints_do_not_count_as_kept(folder: CheckpointFolder) -> None:
+    """Catches the last good checkpoints deleted because newer, damaged ones fill the quota."""
     for step in (10, 20, 30, 40):
         _publish(folder, step)
     (folder.published(30) / MANIFEST).unlink()
@@ -126,8 +126,8 @@ def test_damaged_checkpoints_do_not_count(folder: CheckpointFolder) -> None:
     assert folder.steps() == [40, 10]
 
 
-def test_the_checkpoint_of_a_run_that_went_back_is_kept(folder: CheckpointFolder) -> None:
-    """Catches the checkpoint just written deleted because an abandoned run came further."""
+def test_the_checkpoint_just_written_is_kept_after_load_step(folder: CheckpointFolder) -> None:
+    """Catches the newest save deleted because the abandoned run had reached later steps."""
     for step in (10, 20, 30, 15):
         _publish(folder, step)
     folder.prune(1, newest=15)
@@ -135,8 +135,8 @@ def test_the_checkpoint_of_a_run_that_went_back_is_kept(folder: CheckpointFolder
     assert 10 not in folder.steps()
 
 
-def test_newer_checkpoints_are_not_deleted(folder: CheckpointFolder) -> None:
-    """Catches a damaged checkpoint deleted before it was written anew: it may still be mended."""
+def test_checkpoints_of_later_steps_are_not_deleted(folder: CheckpointFolder) -> None:
+    """Catches a damaged later checkpoint that is deleted although it may still be repaired."""
     for step in (10, 20, 30):
         _publish(folder, step)
     (folder.published(30) / "data").unlink()
@@ -146,7 +146,7 @@ def test_newer_checkpoints_are_not_deleted(folder: CheckpointFolder) -> None:
 
 
 def test_an_unfinished_deletion_leaves_no_checkpoint(folder: CheckpointFolder) -> None:
-    """Catches a run that died while deleting and leaves a checkpoint without its files."""
+    """Catches a run that dies during a deletion and leaves a checkpoint without its files."""
     _publish(folder, 10)
     folder.published(10).rename(folder.path / "step_10.deleted")
     assert folder.steps() == []
@@ -166,11 +166,12 @@ PLACED: dict[str, tuple[str, Callable[[Path], None]]] = {
 
 
 @pytest.mark.parametrize("kind", PLACED)
-def test_a_store_with_a_damaged_checkpoint(
+def test_a_damaged_copy_in_the_store_is_skipped_and_replaced(
     folder: CheckpointFolder, tmp_path: Path, kind: str
 ) -> None:
-    """Catches an older good copy that is not tried, a damaged one that cannot be replaced, or that
-    is left in a folder, where it would keep later starts from the store."""
+    """Catches an older good copy that is not tried, a damaged copy that cannot be replaced, and a
+    damaged copy left in the local folder, where later starts would use it instead of the store.
+    """
     store, (name, place) = RemoteCheckpoints(f"file://{tmp_path}/store"), PLACED[kind]
     for step in (10, 20):
         _publish(folder, step)
@@ -196,10 +197,12 @@ def test_a_store_with_a_damaged_checkpoint(
 
 
 @pytest.mark.parametrize("error", [PermissionError, ConnectionError])
-def test_a_store_that_refuses_to_be_read_ends_the_start(
+def test_a_store_that_refuses_access_ends_the_start(
     folder: CheckpointFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: type[OSError]
 ) -> None:
-    """Catches refused credentials taken for damage, and half a copy that keeps later starts out."""
+    """Catches refused credentials reported as damage, and a partial copy that blocks later
+    starts.
+    """
     store = RemoteCheckpoints(f"file://{tmp_path}/store")
     _publish(folder, 10)
     store.upload(folder.published(10), keep=0)

@@ -1,4 +1,4 @@
-"""Any layout loads any other, bit by bit."""
+"""A checkpoint of any layout loads into any other layout, bit by bit."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_every_layout_loads_every_other(saved: Path, name: str) -> None:
-    """Catches a box in the wrong place: fused, uneven, empty, split by columns, split by zero1."""
+    """Catches a wrong box for tensors that are fused, uneven, empty, or cut by columns or zero1."""
     layout = LAYOUTS[name]
     compared = run_ranks(layout.world_size, _load_all, layout, torch.float64, saved)
     assert all(n > 0 for counts in compared for n in counts)
@@ -81,15 +81,15 @@ def test_every_layout_loads_every_other(saved: Path, name: str) -> None:
 WIDE, MTP, BF16 = LAYOUTS["isp-wide"], LAYOUTS["mtp"], torch.bfloat16
 
 
-def test_another_rule_loads_in_another_layout(tmp_path: Path) -> None:
-    """Catches states that are saved or loaded by the names of one update rule alone."""
+def test_states_of_another_update_rule_load_in_another_layout(tmp_path: Path) -> None:
+    """Catches states that are saved or loaded under the names of one update rule only."""
     run_ranks(WIDE.world_size, partial(_save, config=LION), WIDE, BF16, tmp_path)
     assert all(run_ranks(MTP.world_size, partial(_load, config=LION), MTP, BF16, tmp_path, None))
     assert "exp_avg\n" in inspect(tmp_path / "step_20")
 
 
 def test_rows_of_a_fused_parameter_load_in_another_layout(tmp_path: Path) -> None:
-    """Catches weights, masters and moments of q, k or v that are another's rows."""
+    """Catches weights, masters and moments of q, k or v loaded from another parameter's rows."""
     run_ranks(WIDE.world_size, _save, WIDE, BF16, tmp_path)
     for dtype in (BF16, torch.float64):  # whose weights are the saved masters
         load = partial(_load, apart=True)
@@ -97,7 +97,7 @@ def test_rows_of_a_fused_parameter_load_in_another_layout(tmp_path: Path) -> Non
 
 
 def test_frozen_parameters_are_saved_and_loaded_in_another_layout(tmp_path: Path) -> None:
-    """Catches frozen weights that a checkpoint leaves out, and states asked for that they lack."""
+    """Catches frozen weights that are not saved, and optimizer states expected for them."""
     there, frozen = LAYOUTS["isp"], frozenset({"embedding.weight", "wo.bias"})
     run_ranks(there.world_size, partial(_save, frozen=frozen), there, BF16, tmp_path)
     load = partial(_load, frozen=frozen)

@@ -1,4 +1,4 @@
-"""Plain values come back as they were."""
+"""Plain Python values and tensors are saved and loaded unchanged."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import torch
 from isp.checkpoint.plain import Plain, from_json, from_tensor, to_json, to_tensor
 
 
-def test_values_come_back_as_they_were() -> None:
-    """Catches a tuple that became a list, a changed float, bytes or a random state with it."""
+def test_values_load_unchanged() -> None:
+    """Catches a tuple that becomes a list, and changed floats, bytes or random states."""
     value = {
         "none": None,
         "numbers": [1, -2.5e-300, float("inf"), True],
@@ -29,8 +29,8 @@ def test_values_come_back_as_they_were() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.bfloat16, torch.float64, torch.bool])
 @pytest.mark.parametrize("shape", [(), (0,), (3, 2)])
-def test_tensors_come_back_as_they_were(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
-    """Catches bits, dtype or shape lost, and scalars or empty tensors that cannot be kept."""
+def test_tensors_load_unchanged(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    """Catches lost bits, dtypes or shapes, and scalars or empty tensors that cannot be saved."""
     tensor = torch.randint(0, 2, shape).to(dtype)
     back = from_json(to_json([tensor]))[0]
     assert (back.dtype, back.shape) == (tensor.dtype, tensor.shape)
@@ -47,8 +47,9 @@ WRAPPED: dict[str, Callable[[Plain], Plain]] = {
 
 @pytest.mark.parametrize("kind", WRAPPED)
 def test_deeply_nested_values_are_refused(kind: str) -> None:
-    """Catches a value that is saved, and then ends the run that resumes from it; a limit that is
-    lower for what takes more levels of JSON, and a traceback for a value far beyond it."""
+    """Catches a value that can be saved but not loaded, a lower limit for types that take several
+    levels of JSON, and a traceback for a value far beyond the limit.
+    """
     value: Plain = 1
     for _ in range(100):
         value = WRAPPED[kind](value)
@@ -63,7 +64,7 @@ def test_deeply_nested_values_are_refused(kind: str) -> None:
 
 
 @pytest.mark.parametrize("value", [{"a": [object()]}, {(1,): 2}, {1, 2}])
-def test_other_values_are_refused(value: object) -> None:
-    """Catches an object kept as its repr, and a key that reads back as something else."""
+def test_values_that_cannot_be_restored_are_refused(value: object) -> None:
+    """Catches an object saved as its repr, and a key that loads as another key."""
     with pytest.raises(TypeError, match="which a checkpoint cannot store"):
         to_json({"here": value})  # type: ignore[dict-item]

@@ -35,7 +35,9 @@ def _save(folder: Path, dtype: torch.dtype, step: int = 20, *, wide: int = 6) ->
 @pytest.mark.parametrize("saved", [torch.float32, torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("loaded", [torch.float32, torch.float64, torch.bfloat16])
 def test_any_dtype_loads_any_other(tmp_path: Path, saved: torch.dtype, loaded: torch.dtype) -> None:
-    """Catches masters rounded through bfloat16 weights, and weights that are not their masters."""
+    """Catches masters rounded through bfloat16 weights, and weights that differ from their
+    masters.
+    """
     _save(tmp_path, saved)
     run = make_run(0, ONE, loaded)
     checkpointer = _checkpointer(tmp_path)
@@ -53,8 +55,10 @@ def test_masters_are_saved_only_where_they_differ(tmp_path: Path) -> None:
     assert "float32  -               float32" in inspect(tmp_path / "wide" / "step_20")
 
 
-def test_values_of_each_rank_come_back(tmp_path: Path) -> None:
-    """Catches progress, shared or own values lost, or random states that are not bit for bit."""
+def test_values_of_each_rank_are_restored(tmp_path: Path) -> None:
+    """Catches lost progress, shared values or rank values, and random states that are not
+    bit-equal.
+    """
     run = make_run(0, ONE, torch.float32)
     state = torch.get_rng_state()
     checkpointer = _checkpointer(tmp_path)
@@ -66,8 +70,10 @@ def test_values_of_each_rank_come_back(tmp_path: Path) -> None:
     assert torch.equal(resumed.local["rng"], state)
 
 
-def test_weights_alone(tmp_path: Path) -> None:
-    """Catches weights that cannot be read alone, and an optimizer left without its state."""
+def test_weights_load_without_an_optimizer_but_not_the_reverse(tmp_path: Path) -> None:
+    """Catches weights that need optimizer states to load, and an optimizer left without its
+    states.
+    """
     _save(tmp_path / "all", torch.bfloat16)
     run = make_run(0, ONE, torch.float32)
     weights = dataclasses.replace(run.state, optimizer=None)
@@ -87,10 +93,12 @@ def test_weights_alone(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("saved", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("loaded", [torch.float32, torch.bfloat16])
-def test_a_warm_start_takes_weights_alone(
+def test_a_warm_start_takes_only_weights(
     tmp_path: Path, saved: torch.dtype, loaded: torch.dtype
 ) -> None:
-    """Catches moments or updates taken along, and master weights left at their first values."""
+    """Catches moments or step counts that are loaded too, and masters left at their initial
+    values.
+    """
     _save(tmp_path, saved)
     run = make_run(0, ONE, loaded)
     checkpointer = _checkpointer(tmp_path)
@@ -109,7 +117,7 @@ def test_a_warm_start_takes_weights_alone(
 
 
 def test_another_model_is_refused(tmp_path: Path) -> None:
-    """Catches parts of another model loaded, or left over, without a word."""
+    """Catches parameters of another model that are loaded, or skipped, silently."""
     _save(tmp_path, torch.float32)
     checkpointer = _checkpointer(tmp_path)
     info = chosen(checkpointer)
@@ -129,7 +137,7 @@ def test_another_model_is_refused(tmp_path: Path) -> None:
 
 
 def test_another_update_rule_is_refused(tmp_path: Path) -> None:
-    """Catches moments of adamw taken for the momentum of lion, and states left at zero unasked."""
+    """Catches moments of adamw loaded as the momentum of lion, and states silently left at zero."""
     adamw = make_run(0, ONE, torch.float32)
     lion = make_run(0, ONE, torch.float32, config=LION)
     for saved, run, fault in (
@@ -182,8 +190,8 @@ def test_a_background_failure_is_raised_once(
     assert checkpointer.folder.steps() == [30]
 
 
-def test_the_last_save_is_waited_for(tmp_path: Path) -> None:
-    """Catches a run reported as done, or to have stopped, before its state is on disk."""
+def test_a_run_waits_for_its_last_save(tmp_path: Path) -> None:
+    """Catches a run reported as done, or as stopped, before its state is on disk."""
     run = make_run(0, ONE, torch.float32)
     checkpointer = _checkpointer(tmp_path, CheckpointConfig(async_mode="async"))
     checkpointer.save(10, run.state, tokens=0)
@@ -194,8 +202,10 @@ def test_the_last_save_is_waited_for(tmp_path: Path) -> None:
         checkpointer.save(30, run.state, tokens=0, wait=True)
 
 
-def test_a_run_that_fails_finishes_its_save(tmp_path: Path) -> None:
-    """Catches the newest checkpoint lost because the run ended with an error soon after it."""
+def test_a_run_that_fails_finishes_its_background_save(tmp_path: Path) -> None:
+    """Catches the newest checkpoint lost because the run ended with an error soon after the save
+    began.
+    """
     run = make_run(0, ONE, torch.float32, wide=4096)
     checkpointer = _checkpointer(tmp_path, CheckpointConfig(async_mode="async"))
 
@@ -212,7 +222,7 @@ def test_a_run_that_fails_finishes_its_save(tmp_path: Path) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("mode", ["disabled", "async"])
 @pytest.mark.parametrize("back", ["cpu", "cuda"])
-def test_a_device_saves_and_loads(
+def test_tensors_on_a_device_are_saved_and_loaded(
     tmp_path: Path, mode: Literal["disabled", "async"], back: str
 ) -> None:
     """Catches copies from a device that are written before they have arrived."""
@@ -228,7 +238,7 @@ def test_a_device_saves_and_loads(
     assert expect(other) > 0
 
 
-def test_torch_can_read_it(tmp_path: Path) -> None:
+def test_torch_can_read_a_checkpoint(tmp_path: Path) -> None:
     """Catches a checkpoint that only this project can open."""
     _save(tmp_path, torch.float32)
     dcp_to_torch_save(tmp_path / "step_20", tmp_path / "weights.pt")
@@ -238,7 +248,7 @@ def test_torch_can_read_it(tmp_path: Path) -> None:
 
 
 def test_copies_reuse_their_memory() -> None:
-    """Catches copies of more than the shards, memory taken anew, and a size that changed."""
+    """Catches copies of more than the shards, memory allocated at each save, and a changed size."""
     whole = torch.arange(40.0).view(8, 5)
     staging = _Staging()
     addresses = set()

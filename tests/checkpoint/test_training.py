@@ -1,4 +1,4 @@
-"""Saves during real training."""
+"""Background saves during real training."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ def _checkpointer(run: Run, folder: Path) -> Checkpointer:
 
 @contextmanager
 def _slow_disk() -> Iterator[threading.Event]:
-    """Let this process open no shard for writing until the event is set."""
+    """Let no shard of this process be opened for writing until the event is set."""
     free = threading.Event()
 
     def wait(event: str, args: tuple[object, ...]) -> None:
         if event == "open" and str(args[0]).endswith(".distcp"):
             free.wait()
 
-    sys.addaudithook(wait)  # for good: this process is a test's own
+    sys.addaudithook(wait)  # audit hooks cannot be removed; the process ends with the test
     yield free
     free.set()
 
@@ -82,7 +82,9 @@ def _train_while_saving(rank: int, folder: Path, layout: Layout) -> None:
             assert np.array_equal(array, expected[step][name]), (step, name)
 
 
-def test_a_save_in_the_background_keeps_its_step(tmp_path: Path) -> None:
-    """Catches weights in flight that are missed, and later ones written under an old step."""
+def test_a_background_save_during_training_keeps_its_step(tmp_path: Path) -> None:
+    """Catches updated weights in flight that are missed, and later weights saved under an old
+    step.
+    """
     layout = Layout(mode=Mode.ISP, tensor=1, weight=1, data=2)  # zero1 2: weights are published
     run_ranks(layout.world, _train_while_saving, tmp_path, layout)

@@ -1,4 +1,4 @@
-"""`isp train --parallel auto` and `isp layouts --write`: the layout that is ranked first."""
+"""`isp train --parallel auto` and `isp layouts --write` use the layout that is ranked first."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def job(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def choose(job: Path, monkeypatch: pytest.MonkeyPatch) -> Choose:
-    """Return the words, after CONFIG, that `isp train --parallel auto` starts its ranks with."""
+    """Return a function that returns the words `isp train --parallel auto` adds after CONFIG."""
     started: list[list[str]] = []
 
     def launch(_: int, command: list[str]) -> int:
@@ -49,10 +49,12 @@ def choose(job: Path, monkeypatch: pytest.MonkeyPatch) -> Choose:
     return words
 
 
-def test_a_run_keeps_its_layout_until_the_ranks_are_others(
+def test_a_run_keeps_its_layout_until_the_number_of_ranks_changes(
     job: Path, choose: Choose, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Catches another layout than the first, one missing in the run's files, or that changes."""
+    """Catches a layout other than the first, one missing in the run's files, and one that
+    changes.
+    """
     words = choose(2, "--fabric", "cpu")
     said = capsys.readouterr().err.splitlines()
     choice = ["layout", "for", "machine", "why", "keys"]
@@ -78,8 +80,8 @@ def test_a_run_keeps_its_layout_until_the_ranks_are_others(
     assert load_config(run / "config.yaml").parallel.tensor.size == 1
 
 
-def test_rank_0_chooses_for_all(job: Path) -> None:
-    """Catches ranks that choose by files of their own machine, and then wait for each other."""
+def test_rank_0_chooses_the_layout_for_all_ranks(job: Path) -> None:
+    """Catches ranks that choose by the files of their own machine and then wait for each other."""
     small = replace(load_fabric("cpu").device, memory_gib=1e-5)
     (job.parent / "tiny.yaml").write_text(replace(load_fabric("cpu"), device=small).to_yaml())
     fabrics = ["cpu", str(job.parent / "tiny.yaml")]
@@ -97,14 +99,14 @@ def test_rank_0_chooses_for_all(job: Path) -> None:
     assert run_programs(2, train, fabrics[::-1]) == [(2, True)] * 2, "the fault of rank 0, on all"
 
 
-def test_what_is_given_by_hand_is_kept(choose: Choose, job: Path) -> None:
-    """Catches a key of the command line that the choice overrides in silence."""
+def test_keys_given_on_the_command_line_are_kept(choose: Choose, job: Path) -> None:
+    """Catches a key of the command line that the choice silently overrides."""
     words = choose(2, "--parallel.tensor.mode", "msp")
     assert load_config(job, words).parallel.tensor.mode == "msp"
 
 
 def test_experts_are_spread_as_chosen(job: Path) -> None:
-    """Catches a key that a search changes and the words leave out."""
+    """Catches a key that the search changes but that is missing in the launched command."""
     config = load_config(job)
     assert layout_words(config, to_plain(with_spread_experts(config, 2))) == [
         "--parallel.expert.size=2"
@@ -116,10 +118,10 @@ def test_experts_are_spread_as_chosen(job: Path) -> None:
     ]
 
 
-def test_a_layout_is_refused_where_nobody_can_know_it(
+def test_a_layout_is_refused_where_the_machine_is_not_known(
     job: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Catches a guessed layout where the machine or its memory is not known."""
+    """Catches a layout that is guessed although the machine or its memory is not known."""
     small = replace(load_fabric("cpu").device, memory_gib=1e-5)
     tiny = job.parent / "tiny.yaml"
     tiny.write_text(replace(load_fabric("cpu"), device=small).to_yaml())
@@ -141,8 +143,12 @@ def test_a_layout_is_refused_where_nobody_can_know_it(
     assert "the links between machines are not known" in refused(*on_gpu)
 
 
-def test_layouts_gives_a_command_and_a_file(job: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Catches printed keys, or a file, that are not the first layout; and a file written over."""
+def test_layouts_prints_a_command_and_writes_a_file(
+    job: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Catches printed keys, or a file, of another layout than the first, and an overwritten
+    file.
+    """
     out = job.parent / "best.yaml"
     many = "--data.micro_num=8"
     layouts = ["layouts", str(job), "--world=2", "--fabric=cpu", "--write", str(out), many]

@@ -1,4 +1,6 @@
-"""`isp generate` writes what `generate` of transformers writes for the exported weights."""
+"""`isp generate` writes the text that `generate` of transformers writes for the exported
+weights.
+"""
 
 from __future__ import annotations
 
@@ -52,7 +54,7 @@ RUNS = {
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a tokenizer of one word per token, and a text of these words."""
+    """Return a folder with a tokenizer of one word per token and a text of these words."""
     found = tmp_path_factory.mktemp("runs")
     words = {f"t{i}": i for i in range(VOCAB - 1)} | {"</s>": END}
     tokenizer = Tokenizer(WordLevel(words, "t0"))
@@ -99,7 +101,9 @@ def words_of(model: Any, prompt: str, **options: Any) -> str:
 
 
 def loaded(folder: Path) -> Any:
-    """Return the model that transformers loads from an export; an adapter with its base."""
+    """Return the model that transformers loads from an export; an adapter is loaded with its
+    base.
+    """
     from transformers import AutoModelForCausalLM
 
     return kept_in_float64(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64))
@@ -112,10 +116,12 @@ def said(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str
 
 
 @pytest.mark.parametrize("kind", RUNS)
-def test_runs_and_folders_write_what_transformers_writes(
+def test_runs_and_folders_generate_the_text_of_transformers(
     kind: str, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Catches a weight in a wrong place, one left as in the base, and a cache of its own."""
+    """Catches a weight in the wrong place, a weight left as in the base model, and a wrong
+    cache.
+    """
     run, there = run_of(kind, folder), exported(kind, folder)
     model = loaded(there)
     expected = [words_of(model, prompt) for prompt in PROMPTS]
@@ -131,8 +137,8 @@ def test_runs_and_folders_write_what_transformers_writes(
         assert "float64, cpu" in err
 
 
-def test_the_decoder_needs_no_packages_of_others(folder: Path) -> None:
-    """Catches an import that the quickstart, without the extra hf, has no package for."""
+def test_the_decoder_generates_without_optional_packages(folder: Path) -> None:
+    """Catches an import that fails in the quickstart, which does not install the extra `hf`."""
     words = ["generate", str(run_of("decoder", folder)), "--prompt=a", "--tokenizer=bytes"]
     code = (
         "import sys\n"
@@ -146,10 +152,10 @@ def test_the_decoder_needs_no_packages_of_others(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["qwen3_next", "qwen3_moe"])
-def test_a_device_map_changes_nothing(
+def test_a_device_map_changes_no_text(
     kind: str, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Catches a device map that the weights of a run, or its adapter, do not follow."""
+    """Catches weights of a run, or of its adapter, that do not follow the device map."""
     pytest.importorskip("accelerate")
     words = [str(run_of(kind, folder)), f"--prompt={PROMPTS[0]}", f"--max-new-tokens={NEW}"]
     _, expected, _ = said(capsys, *words)
@@ -157,10 +163,12 @@ def test_a_device_map_changes_nothing(
     assert (code, out) == (0, expected), err
 
 
-def test_the_ends_of_a_folder_end_the_text(
+def test_eos_tokens_of_generation_config_end_the_text(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Catches ends of generation_config.json that do not count, or settings of it that do."""
+    """Catches an ignored eos_token_id of generation_config.json, and sampling settings that are
+    used.
+    """
     there = exported("qwen3_moe", folder)
     whole = words_of(loaded(there), PROMPTS[0]).split()
     end = next(i for i, word in enumerate(whole) if i and word not in whole[:i])
@@ -176,6 +184,9 @@ def test_the_ends_of_a_folder_end_the_text(
 def test_sampling_follows_the_seed(
     kind: str, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """Catches a seed without effect, and --top-k 1 or a tiny --top-p that is not greedy
+    decoding.
+    """
     run = str(run_of(kind, folder))
     words = [run, "--prompt=t5 t3", f"--max-new-tokens={NEW}", "--temperature=1.5", "--top-k=50"]
     _, first, _ = said(capsys, *words, "--seed=5")
@@ -186,8 +197,8 @@ def test_sampling_follows_the_seed(
         assert said(capsys, *words[:4], few)[1] == greedy
 
 
-def test_the_decoder_draws_as_transformers() -> None:
-    """Catches options in another order, and a share that is counted another way."""
+def test_the_decoder_samples_as_transformers_does() -> None:
+    """Catches options applied in another order, and a top-p share that is counted differently."""
     from argparse import Namespace
 
     from transformers import GenerationConfig
@@ -212,8 +223,10 @@ def test_the_decoder_draws_as_transformers() -> None:
     assert (shares - warped.softmax(-1)[0]).abs().max() < 6 * 0.5 / 4000**0.5
 
 
-def test_text_is_printed_as_it_comes_and_printable(capsys: pytest.CaptureFixture[str]) -> None:
-    """Catches half a letter, a model that controls the terminal, and words that are changed."""
+def test_text_is_printed_while_generated_and_stays_printable(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Catches half of a character, control codes that reach the terminal, and changed words."""
     streamer = _Streamer(ByteTokenizer(), {256})
     streamer.put(torch.tensor([[1, 2, 3]]))  # the prompt
     expected = ""
@@ -228,6 +241,7 @@ def test_text_is_printed_as_it_comes_and_printable(capsys: pytest.CaptureFixture
 
 
 def test_words_keep_their_spaces(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Catches spaces lost because each token is decoded alone."""
     streamer = _Streamer(HFTokenizer(folder / "tokenizer.json"), {END})
     streamer.put(torch.tensor([[1]]))
     for token in (4, 5, END):
@@ -236,12 +250,13 @@ def test_words_keep_their_spaces(folder: Path, capsys: pytest.CaptureFixture[str
     assert capsys.readouterr().out == "t4 t5\n"
 
 
-def test_faults_are_reported_in_a_line(
+def test_faults_are_reported_in_one_line(
     folder: Path,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """Catches a traceback, or an error without the cause, for wrong options, files and models."""
     run = str(run_of("decoder", folder))
     gpt2, llama = saved("gpt2", tmp_path / "gpt2"), saved("llama", tmp_path / "llama")
     no_text, wide = tmp_path / "no_text", tmp_path / "wide.json"

@@ -1,4 +1,4 @@
-"""The launcher of ranks: its reports, and how it and its ranks end."""
+"""The launcher of ranks: what it reports, and how it and its ranks end."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ except Exception as error:
 
 
 class Launcher:
-    """A launcher with two ranks of RANK_SCRIPT; forked, since it needs torch."""
+    """A launcher with two ranks of RANK_SCRIPT, in a forked process, since it needs torch."""
 
     def __init__(self, folder: Path, how: str) -> None:
         self._errors = folder / "errors"
@@ -114,7 +114,9 @@ class Launcher:
         os.kill(self.process.pid, stop)
 
     def end(self) -> tuple[int | None, str, str]:
-        """Return exit code, output and errors, once it and its ranks have closed the pipe."""
+        """Return exit code, output and errors after the launcher and its ranks have closed the
+        pipe.
+        """
         output = self._output.read()
         self.process.join(60)
         return self.process.exitcode, output, self._errors.read_text()
@@ -146,7 +148,9 @@ def start_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     ],
 )
 def test_the_first_failure_of_the_ranks_is_shown_once(start_ranks, how, code, shown, hidden):
-    """Catches a launcher that shows the ranks' knock-on errors, torchrun's report, or nothing."""
+    """Catches a launcher that shows the errors that follow from the first, torchrun's report, or
+    nothing.
+    """
     ended, _, errors = start_ranks(how).end()
     assert ended == code, errors
     for words in shown:
@@ -173,9 +177,9 @@ with World(torch.device("cpu"), timeout_seconds=20.0) as world:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="lists the sockets of another process")
-def test_ranks_of_one_machine_meet_without_its_name_or_an_open_port(tmp_path, monkeypatch):
-    """Catches a port that other users or machines reach, where torchrun unpickles what they send,
-    and ranks that wait for a machine's name that has no address.
+def test_ranks_of_one_machine_rendezvous_without_host_name_or_open_port(tmp_path, monkeypatch):
+    """Catches a port that other users or machines can reach, where torchrun unpickles what it
+    receives, and ranks that wait for a host name that does not resolve.
     """
     script = tmp_path / "rank.py"
     script.write_text(MEETING_SCRIPT)
@@ -195,30 +199,32 @@ def test_ranks_of_one_machine_meet_without_its_name_or_an_open_port(tmp_path, mo
 
 @pytest.mark.parametrize("stop", [signal.SIGINT, signal.SIGTERM])
 def test_a_stop_signal_lets_the_ranks_save(start_ranks, stop):
-    """Catches ranks killed, or left running, when the launcher is asked to stop."""
+    """Catches ranks that are killed, or left running, when the launcher receives a stop signal."""
     launcher = start_ranks("stop")
     launcher.await_ranks()
     launcher.send(stop)
     assert launcher.end() == (128 + stop, "saved\n" * 2, "")
 
 
-def test_a_signal_to_one_rank_is_the_codes_reason(start_ranks):
-    """Catches a run that stopped before its end, and looks done to what started it."""
+def test_a_signal_to_one_rank_sets_the_exit_code(start_ranks):
+    """Catches a run that stopped early but exits with 0."""
     code, output, errors = start_ranks("one").end()
     assert (code, errors) == (128 + signal.SIGUSR1, "")
     assert sorted(output.split()) == ["ready", "ready", "saved", "saved"]
 
 
-def test_a_signal_to_a_run_that_finishes_is_no_failure(start_ranks):
-    """Catches a finished run that is trained once more, as it seems to have been stopped."""
+def test_a_signal_during_the_last_step_is_no_failure(start_ranks):
+    """Catches a finished run that is trained again because its exit code says that it was
+    stopped.
+    """
     launcher = start_ranks("finish")
     launcher.await_ranks()
     launcher.send(signal.SIGTERM)
     assert launcher.end() == (0, "saved\n" * 2, "")
 
 
-def test_a_rank_that_stopped_is_no_failure_for_torchrun(tmp_path, monkeypatch):
-    """Catches a stopped run that plain torchrun takes for a failed one, and starts again."""
+def test_torchrun_does_not_restart_a_stopped_rank(tmp_path, monkeypatch):
+    """Catches a stopped run that plain torchrun counts as failed and starts again."""
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
     monkeypatch.delenv(LAUNCHER_REPORTS, raising=False)
     monkeypatch.setenv("RANK", "0")
@@ -229,16 +235,16 @@ def test_a_rank_that_stopped_is_no_failure_for_torchrun(tmp_path, monkeypatch):
     assert report_end(signal.SIGTERM) == 128 + signal.SIGTERM
 
 
-def test_a_stop_before_ranks_can_save_is_named_once(start_ranks):
-    """Catches a start that is interrupted without a word, or by a word of each rank."""
+def test_a_stop_during_the_start_is_reported_once(start_ranks):
+    """Catches an interrupted start without any message, or with one from each rank."""
     launcher = start_ranks("begin")
     launcher.await_ranks()
     launcher.send(signal.SIGINT)
     assert launcher.end() == (128 + signal.SIGINT, "", "error: stopped by SIGINT\n")
 
 
-def test_a_launcher_heeds_nohup(start_ranks):
-    """Catches ranks under `nohup` that are stopped when the terminal is closed."""
+def test_the_launcher_respects_nohup(start_ranks):
+    """Catches ranks under `nohup` that stop when the terminal closes."""
     old = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
         launcher = start_ranks("stop")
@@ -252,8 +258,8 @@ def test_a_launcher_heeds_nohup(start_ranks):
 
 
 @pytest.mark.parametrize("room", [0, 10])
-def test_an_error_file_is_whole_or_not_there(tmp_path, monkeypatch, capsys, room):
-    """Catches half of a file, on which torchrun's agent dies; or an error that nobody shows."""
+def test_an_error_file_is_written_atomically(tmp_path, monkeypatch, capsys, room):
+    """Catches half of a file, on which torchrun's agent fails, and an error that is not shown."""
     file = tmp_path / "error.json"
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(file))
     monkeypatch.setenv(LAUNCHER_REPORTS, "1")
@@ -268,8 +274,8 @@ def test_an_error_file_is_whole_or_not_there(tmp_path, monkeypatch, capsys, room
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the kernel ends the ranks on Linux only")
-def test_a_killed_launcher_takes_its_ranks_with_it(start_ranks):
-    """Catches ranks that outlive their launcher, in a call that never returns."""
+def test_ranks_end_when_their_launcher_is_killed(start_ranks):
+    """Catches ranks that outlive their launcher because they wait in a call that never returns."""
     launcher = start_ranks("stuck")
     launcher.await_ranks()
     launcher.send(signal.SIGKILL)
@@ -278,7 +284,7 @@ def test_a_killed_launcher_takes_its_ranks_with_it(start_ranks):
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the kernel ends the ranks on Linux only")
 def test_a_second_stop_signal_ends_everything_at_once(start_ranks):
-    """Catches a launcher that goes on waiting for ranks which do not answer."""
+    """Catches a launcher that keeps waiting for ranks which do not answer."""
     launcher = start_ranks("stuck")
     launcher.await_ranks()
     launcher.send(signal.SIGINT)
@@ -289,8 +295,8 @@ def test_a_second_stop_signal_ends_everything_at_once(start_ranks):
 
 
 @pytest.mark.parametrize(("rank", "shown"), [("0", True), ("1", False)])
-def test_ranks_of_plain_torchrun_refuse_once(tmp_path, capsys, monkeypatch, rank, shown):
-    """Catches the same refusal printed by every rank, or missing from torchrun's report."""
+def test_a_refusal_under_plain_torchrun_is_printed_once(tmp_path, capsys, monkeypatch, rank, shown):
+    """Catches a refusal printed by every rank, or missing from torchrun's report."""
     monkeypatch.setenv("RANK", rank)
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
@@ -300,8 +306,8 @@ def test_ranks_of_plain_torchrun_refuse_once(tmp_path, capsys, monkeypatch, rank
     assert "cannot read it" in recorded["message"]["extraInfo"]["py_callstack"]
 
 
-def test_a_reader_that_leaves_is_reported_as_what_ended_the_ranks(tmp_path, capsys, monkeypatch):
-    """Catches a traceback of the other ranks behind `isp evaluate ... --nproc 2 | head`."""
+def test_a_closed_stdout_is_reported_as_the_cause(tmp_path, capsys, monkeypatch):
+    """Catches a traceback of the other ranks in `isp evaluate ... --nproc 2 | head`."""
     file = tmp_path / "error.json"
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(file))
     assert report_broken_pipe(BrokenPipeError()) == 141

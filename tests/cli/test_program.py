@@ -29,14 +29,14 @@ SMALL_MODEL = ["--model.hidden_size", "16", "--model.num_heads", "2", "--model.n
 
 @pytest.fixture
 def job(tmp_path: Path) -> str:
-    """A file with the smallest configuration."""
+    """Return the path of a file with the smallest configuration."""
     path = tmp_path / "job.yaml"
     path.write_text(MINIMAL)
     return str(path)
 
 
-def test_config_prints_what_loads_back(job, capsys, tmp_path):
-    """Catches a printed configuration that is not the one a run would use."""
+def test_config_prints_the_configuration_of_a_run(job, capsys, tmp_path):
+    """Catches a printed configuration that differs from the one a run would use."""
     words = ["--training.steps", "9", "--parallel.tensor.mode=mtp"]
     assert main(["config", job, *words]) == 0
     printed = tmp_path / "printed.yaml"
@@ -44,8 +44,8 @@ def test_config_prints_what_loads_back(job, capsys, tmp_path):
     assert load_config(printed) == load_config(job, words)
 
 
-def test_queues_to_a_device_are_asked_for_first(job, monkeypatch):
-    """Catches a number that comes after CUDA, which `--parallel auto` starts to name the device."""
+def test_cuda_device_max_connections_is_set_before_cuda_starts(job, monkeypatch):
+    """Catches CUDA_DEVICE_MAX_CONNECTIONS set after `--parallel auto` has started CUDA."""
     name, number = "CUDA_DEVICE_MAX_CONNECTIONS", []
     monkeypatch.setenv(name, "8")
     monkeypatch.setattr("isp.config.load_config", lambda *_: number.append(os.environ[name]))
@@ -56,7 +56,7 @@ def test_queues_to_a_device_are_asked_for_first(job, monkeypatch):
 
 
 def test_help_keys_prints_the_reference(capsys):
-    """Catches a reference that needs a CONFIG, or that the command line does not reach."""
+    """Catches a reference that needs a CONFIG, or that no command line reaches."""
     for words, first in (([], "`job`: "), (["optimizer.grad_scaler"], "`optimizer.grad_scaler`: ")):
         with pytest.raises(SystemExit) as ended:
             main(["config", "--help-keys", *words])
@@ -68,14 +68,14 @@ def test_help_keys_prints_the_reference(capsys):
     assert "optimiser is not a section: use one of job, " in capsys.readouterr().err
 
 
-def test_overrides_may_stand_before_the_file(job, capsys):
-    """Catches the value of an override taken for CONFIG."""
+def test_overrides_may_precede_the_file(job, capsys):
+    """Catches the value of an override read as CONFIG."""
     assert main(["config", "--training.seed", "5", job, "--training.deterministic"]) == 0
     assert "seed: 5\n  deterministic: true" in capsys.readouterr().out
 
 
-def test_config_names_what_the_mode_ignores(job, capsys):
-    """Catches a section that is ignored in silence."""
+def test_config_names_sections_that_the_mode_ignores(job, capsys):
+    """Catches a section that is silently ignored."""
     assert main(["config", job, "--parallel.tensor.mode=fsp", "--parallel.weight.size=2"]) == 0
     assert "note: parallel.weight is not used in fsp mode" in capsys.readouterr().err
 
@@ -89,7 +89,7 @@ def test_config_names_what_the_mode_ignores(job, capsys):
 )
 @pytest.mark.parametrize("command", ["config", "train"])
 def test_a_wrong_key_is_one_message_and_exit_code_2(job, capsys, command, words, fault):
-    """Catches a traceback, or success, for a key with a typo."""
+    """Catches a traceback, or exit code 0, for a misspelled key."""
     assert main([command, job, *words]) == 2
     output = capsys.readouterr()
     assert output.out == ""
@@ -114,7 +114,7 @@ def test_a_wrong_key_is_one_message_and_exit_code_2(job, capsys, command, words,
     ],
 )
 def test_a_wrong_command_line_is_a_usage_error(words, fault, capsys):
-    """Catches an incomplete command line that does something, or a mistyped option ignored."""
+    """Catches an incomplete command line that does something, and an ignored misspelled option."""
     with pytest.raises(SystemExit) as exited:
         main(words)
     assert exited.value.code == 2
@@ -125,7 +125,7 @@ def test_a_wrong_command_line_is_a_usage_error(words, fault, capsys):
 
 @pytest.mark.parametrize("text", ["--prompts a", "--is it 3.5?"])
 def test_a_value_that_looks_like_an_option_is_a_value(text, capsys):
-    """Catches a text taken for a mistyped option, or a key, and a name after `--` for an option."""
+    """Catches a text read as an option or key, and a name after `--` read as an option."""
     assert main(["generate", "nowhere", "--prompt", text]) == 2
     assert "nowhere does not exist" in capsys.readouterr().err
     assert main(["generate", "--prompt=a", "--", "--promt"]) == 2
@@ -141,8 +141,8 @@ def test_a_value_that_looks_like_an_option_is_a_value(text, capsys):
         ["check", "them/it"],
     ],
 )
-def test_a_name_of_the_hub_is_answered_with_how_to_download_it(words, job, capsys):
-    """Catches a refusal that leaves the user to find out how a model becomes a folder."""
+def test_a_hub_name_is_refused_with_the_download_command(words, job, capsys):
+    """Catches a refusal that does not say how a model of the hub becomes a folder."""
     assert main([job if word == "JOB" else word for word in words]) == 2
     said = capsys.readouterr().err
     assert "hub, download it first: `hf download them/it --local-dir it`" in said
@@ -151,8 +151,8 @@ def test_a_name_of_the_hub_is_answered_with_how_to_download_it(words, job, capsy
 @pytest.mark.parametrize(
     "path", ["{here}/them/it", "models/tokenizer.json", "a/b.yml", "a/b.txt", "ckpt/step_20"]
 )
-def test_a_path_that_is_no_name_of_the_hub_is_not_to_be_downloaded(path, tmp_path, monkeypatch):
-    """Catches advice to download a folder or a file of the user's own that is not here."""
+def test_a_missing_path_gets_no_advice_to_download(path, tmp_path, monkeypatch):
+    """Catches advice to download a local folder or file of the user that does not exist."""
     monkeypatch.chdir(tmp_path)
     assert download_hint("them/it")
     assert download_hint(path.format(here=tmp_path)) == ""
@@ -177,8 +177,10 @@ def test_train_checks_sizes_before_it_starts_ranks(job, capsys, monkeypatch):
     ],
 )
 @pytest.mark.parametrize("command", ["train", "profile"])
-def test_one_process_for_many_ranks_is_asked_to_start_them(job, capsys, command, words, least):
-    """Catches advice to give up the split, where --nproc was forgotten; and a wrong number."""
+def test_a_layout_of_many_ranks_in_one_process_names_nproc(job, capsys, command, words, least):
+    """Catches advice to change the layout where --nproc was forgotten, and a wrong number of
+    ranks.
+    """
     assert main([command, job, *words]) == 2
     said = capsys.readouterr().err
     assert f"start them with --nproc {least} or torchrun" in said
@@ -198,7 +200,7 @@ HELD_OUT = {
     "--data.valid_source=[gone/*.txt]": "data.valid_source=gone/*.txt matches no file",
     "--validation.freq=5": "validation.freq=5 needs held-out text",
 }
-"""What a profile, which evaluates nothing, does without."""
+"""Keys of evaluation, which a profile does not need."""
 
 
 @pytest.mark.parametrize(
@@ -222,7 +224,7 @@ def test_missing_data_are_reported_before_ranks_start(
 
 
 def test_damaged_checkpoints_are_reported_before_ranks_start(job, capsys, monkeypatch):
-    """Catches a traceback, or ranks that start, where a line says what is wrong."""
+    """Catches a traceback, or ranks that are started, where one line can say what is wrong."""
     monkeypatch.chdir(Path(job).parent)
     monkeypatch.setattr("isp.cli.launch.launch", _must_not_run)
     checkpoint = Path("outputs/isp/2026-11-21_03-06-12/checkpoint/step_1")
@@ -235,7 +237,7 @@ def test_damaged_checkpoints_are_reported_before_ranks_start(job, capsys, monkey
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a device")
 @pytest.mark.parametrize("command", ["train", "profile"])
 def test_a_missing_device_is_reported_before_ranks_start(job, capsys, monkeypatch, command):
-    """Catches ranks that are started only to refuse, each of them."""
+    """Catches ranks that start and then each refuse the device."""
     monkeypatch.setattr("isp.cli.launch.launch", _must_not_run)
     assert main([command, job, "--nproc=2", "--training.device=cuda"]) == 2
     assert "training.device=cuda, but torch finds no CUDA device" in capsys.readouterr().err
@@ -254,8 +256,8 @@ def _must_not_run(*_: object) -> int:
     raise AssertionError("ranks were started")
 
 
-def test_data_prepare_writes_what_it_says(tmp_path, capsys):
-    """Catches an option of `isp data prepare` that does not reach the work."""
+def test_data_prepare_applies_its_options(tmp_path, capsys):
+    """Catches an option of `isp data prepare` without effect."""
     (tmp_path / "a.jsonl").write_text('{"body": "abc"}\n{"body": "de"}\n')
     words = ["--output", str(tmp_path / "out"), "--text-key", "body"]
     assert main(["data", "prepare", str(tmp_path / "a.jsonl"), *words]) == 0
@@ -270,8 +272,8 @@ def test_data_prepare_writes_what_it_says(tmp_path, capsys):
     assert (tmp_path / "out.idx").exists()
 
 
-def test_data_prepare_ends_documents_as_it_is_reported(tmp_path, capsys):
-    """Catches `--eos-token` that does not reach the work, or is ignored for bytes."""
+def test_data_prepare_reports_the_token_that_ends_documents(tmp_path, capsys):
+    """Catches an `--eos-token` without effect, also for the byte tokenizer."""
     tokenizer = write_tokenizer(tmp_path / "t", ["</s>", "<mine>"])
     (tmp_path / "a.txt").write_text("the cat")
     words = ["data", "prepare", str(tmp_path / "a.txt"), "--output", str(tmp_path / "out")]
@@ -285,16 +287,16 @@ def test_data_prepare_ends_documents_as_it_is_reported(tmp_path, capsys):
     assert "--eos-token=<mine> has no effect with --tokenizer=bytes" in capsys.readouterr().err
 
 
-def test_errors_do_not_command_the_terminal(job, capsys):
-    """Catches escape codes of a name or a file that the terminal obeys."""
+def test_errors_contain_no_terminal_escape_codes(job, capsys):
+    """Catches escape codes in a name or a file that reach the terminal."""
     Path(job).with_name("\x1b[31ma.jsonl").write_text("[1]\n")
     assert main(["data", "prepare", str(Path(job).parent / "*.jsonl"), "--output", "x"]) == 2
     assert "\\x1b[31ma.jsonl, line 1 is a JSON list" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("fault", [KeyError("x"), RuntimeError("x"), ValueError("x")])
-def test_a_fault_of_ours_keeps_its_traceback(job, capsys, monkeypatch, fault):
-    """Catches a bug, or a library's ValueError, reported as if the user could put it right."""
+def test_an_internal_error_keeps_its_traceback(job, capsys, monkeypatch, fault):
+    """Catches a bug, or a library's ValueError, reported as a mistake of the user."""
 
     def fail(*_: object) -> None:
         raise fault
@@ -324,7 +326,7 @@ def test_a_full_disk_is_one_message(job, capsys, monkeypatch):
         ["config", "configs/quickstart.yaml"],
     ],
 )
-def test_commands_that_start_nothing_do_not_load_torch(words):
+def test_commands_without_training_do_not_load_torch(words):
     """Catches an import that makes `isp topology`, `isp config` or `--help` wait for seconds."""
     code = f"import sys, isp.cli\ntry: code = isp.cli.main({words})\n"
     code += "except SystemExit as end: code = end.code\n"
@@ -347,10 +349,9 @@ runpy.run_module("isp", run_name="__main__")
 
 
 @pytest.mark.parametrize(("code", "rank"), [(0, "1"), (3, "1"), (0, None), (3, None)])
-def test_the_command_leaves_without_tearing_down(code: int, rank: str | None) -> None:
-    """Catches a finished command that a thread aborts while the interpreter exits.
-
-    Also catches an error message that is lost because the rank is aborted while it exits.
+def test_a_command_exits_without_interpreter_teardown(code: int, rank: str | None) -> None:
+    """Catches a finished command that a thread aborts while the interpreter exits, and an error
+    message that is lost because the rank is aborted while it exits.
     """
     env = {name: value for name, value in os.environ.items() if name != "RANK"}
     done = subprocess.run(
@@ -375,8 +376,8 @@ program.run()
 """
 
 
-def test_an_exit_handler_that_hangs_does_not_keep_the_command() -> None:
-    """Catches a finished run that stays alive for as long as a tracker's exit handler waits."""
+def test_a_hanging_exit_handler_does_not_delay_the_exit() -> None:
+    """Catches a finished run that stays alive while a tracker's exit handler waits."""
     done = subprocess.run(
         [sys.executable, "-c", LINGER], cwd=ROOT, capture_output=True, text=True, timeout=30
     )
@@ -385,8 +386,8 @@ def test_an_exit_handler_that_hangs_does_not_keep_the_command() -> None:
 
 
 @pytest.mark.parametrize("words", [["--version"], ["train", "configs/quickstart.yaml"]])
-def test_python_without_the_packages_learns_how_to_get_them(words: list[str]) -> None:
-    """Catches a traceback where `pip install` or the environment has been left out."""
+def test_missing_packages_are_reported_with_how_to_install_them(words: list[str]) -> None:
+    """Catches a traceback where `pip install` was forgotten or the environment is not active."""
     done = subprocess.run(
         [sys.executable, "-S", "-m", "isp", *words], cwd=ROOT, capture_output=True, text=True
     )
@@ -402,7 +403,7 @@ def test_closed_streams_do_not_end_a_command(job: str) -> None:
     assert subprocess.run(["sh", "-c", f"{command} <&- >&- 2>&-"], cwd=ROOT).returncode == 0
 
 
-def test_a_reader_of_notes_that_has_gone_ends_nothing(
+def test_a_closed_stderr_pipe_does_not_end_a_command(
     job: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Catches a run that ends because the pipe of its stderr is closed, as by `2>&1 | head`."""
@@ -412,13 +413,13 @@ def test_a_reader_of_notes_that_has_gone_ends_nothing(
     monkeypatch.setattr(sys, "stderr", pipe)
     codes = [main(["config", job, f"--optimizer.muon.lr={rate}"]) for rate in ("0.1", "-1")]
     monkeypatch.undo()
-    with suppress(BrokenPipeError):  # what is left in its buffer
+    with suppress(BrokenPipeError):  # its buffer still has text
         pipe.close()
     assert codes == [0, 2], "a note, and an error"
 
 
-def test_ctrl_c_is_named(job: str, capsys: pytest.CaptureFixture[str], monkeypatch) -> None:
-    """Catches a command that ends without a word."""
+def test_ctrl_c_is_reported(job: str, capsys: pytest.CaptureFixture[str], monkeypatch) -> None:
+    """Catches an interrupted command that ends without a message."""
 
     def interrupted(*_: object) -> None:
         os.kill(os.getpid(), signal.SIGINT)
@@ -429,7 +430,7 @@ def test_ctrl_c_is_named(job: str, capsys: pytest.CaptureFixture[str], monkeypat
 
 
 def test_schedule_prints_the_plan(job: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """Catches a plan that ignores the configuration: its launch point moves with the key."""
+    """Catches a plan that ignores the configuration; its launch point must follow the key."""
     plans = []
     for point in ("wqkv", "w1"):
         key = "--parallel.weight.launch_allgather_before"
@@ -440,14 +441,16 @@ def test_schedule_prints_the_plan(job: str, capsys: pytest.CaptureFixture[str]) 
     assert plans[0] != plans[1]
 
 
-def test_schedule_is_of_isp_mode_only(job: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_schedule_refuses_modes_that_gather_no_weights(
+    job: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Catches a plan printed for a mode that gathers nothing."""
     assert main(["prefetch", job, "--parallel.tensor.mode", "mtp", *SMALL_MODEL]) == 2
     assert "use isp" in capsys.readouterr().err
 
 
 def test_checkpoints_are_shown_and_verified(tmp_path, capsys):
-    """Catches damage that ends with exit code 0, and a whole checkpoint that does not."""
+    """Catches exit code 0 for a damaged checkpoint, and another code for a sound one."""
     run = tmp_path / "run"
     source = tmp_path / "text.txt"
     source.write_text("some words to learn " * 50)
@@ -484,8 +487,8 @@ def test_checkpoints_are_shown_and_verified(tmp_path, capsys):
         (["--job.dump_folder", "/dev/null/x", "--nproc", "2"], "job.dump_folder=/dev/null/x"),
     ],
 )
-def test_profile_refuses_before_it_starts_ranks(job, capsys, words, fault):
-    """Catches a mode that cannot be, or a folder, found out only when ranks have been started."""
+def test_profile_checks_modes_and_folder_before_ranks_start(job, capsys, words, fault):
+    """Catches a mode or a folder that is refused only after ranks have been started."""
     assert main(["profile", job, *words]) == 2
     said = capsys.readouterr()
     assert fault in said.err

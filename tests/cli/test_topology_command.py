@@ -1,4 +1,4 @@
-"""`isp topology`: the groups of a layout, and the picture of a weight cut over its ranks."""
+"""`isp topology`: the groups of a layout, and a drawing of how ranks split a weight."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ row linear, weight 16x8: cut by inputs, the ranks' products are summed
   [:, 6:8]  ranks 3, 7"""
 
 
-def test_the_picture_of_a_weight_in_megatrons_modes() -> None:
-    """Catches column and row mixed up, and a replica left out."""
+def test_a_weight_is_drawn_in_megatrons_modes() -> None:
+    """Catches columns and rows that are swapped, and a missing replica."""
     assert describe_cuts(topology(Mode.MTP), (16, 8)) == MEGATRON
 
 
-def test_the_picture_of_a_weight_in_isp() -> None:
-    """Catches a picture that is not where the rows really lie, and an endless list of replicas."""
+def test_a_weight_is_drawn_in_isp_mode() -> None:
+    """Catches rows drawn at ranks that do not hold them, and an endless list of replicas."""
     lines = describe_cuts(topology(Mode.ISP, world=64), (6, 8)).splitlines()
     assert "cut by outputs" in lines[0]
     assert [line.strip() for line in lines[1:]] == [
@@ -47,14 +47,14 @@ def test_the_picture_of_a_weight_in_isp() -> None:
 @pytest.mark.parametrize(
     ("shape", "what"), [((18, 8), "18 outputs of .* column"), ((16, 9), "9 inputs of .* row")]
 )
-def test_a_weight_that_cannot_be_cut_has_no_picture(shape: tuple[int, int], what: str) -> None:
-    """Catches a picture of a layout that the run would refuse."""
+def test_a_weight_that_cannot_be_split_is_not_drawn(shape: tuple[int, int], what: str) -> None:
+    """Catches a drawing of a layout that the run would refuse."""
     with pytest.raises(ValueError, match=what):
         describe_cuts(topology(Mode.MSP), shape)
 
 
 def test_the_command_line_draws_a_weight(capsys: pytest.CaptureFixture[str]) -> None:
-    """Catches an option that is parsed and dropped, or a shape that is half read."""
+    """Catches an option that is parsed but not used, and a shape that is read in part."""
     words = ["topology", "--world", "8", "--tensor", "4", "--mode", "mtp", "--shape"]
     assert main([*words, "16x8"]) == 0
     assert capsys.readouterr().out.endswith(f"\n\n{MEGATRON}\n")
@@ -67,7 +67,7 @@ def test_the_command_line_draws_a_weight(capsys: pytest.CaptureFixture[str]) -> 
 
 
 def test_topology_prints_megatrons_order(capsys):
-    """Catches groups printed in another order than Megatron-LM's."""
+    """Catches groups printed in another order than that of Megatron-LM."""
     assert main(["topology", "--world", "16", "--tensor", "2", "--pipeline", "4"]) == 0
     lines = {line.split()[0]: line for line in capsys.readouterr().out.splitlines()}
     assert "[0, 1]  [2, 3]" in lines["tensor"]
@@ -88,7 +88,7 @@ def test_topology_of_many_ranks_fits_in_lines(capsys):
 
 
 def test_topology_takes_every_size(capsys):
-    """Catches an option of `isp topology` that is parsed and dropped."""
+    """Catches an option of `isp topology` that is parsed but not used."""
     words = ["--world", "8", "--mode", "isp", "--tensor", "2", "--weight", "4", "--zero1", "1"]
     assert main(["topology", *words]) == 0
     lines = {line.split()[0]: line for line in capsys.readouterr().out.splitlines()}

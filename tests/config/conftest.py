@@ -1,4 +1,4 @@
-"""What the tests of the configuration share."""
+"""Fixtures that the tests of the configuration share."""
 
 from __future__ import annotations
 

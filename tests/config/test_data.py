@@ -1,4 +1,4 @@
-"""`DataConfig`: what it refuses beyond the types and ranges of its keys."""
+"""`DataConfig` refuses values that its types and ranges alone would allow."""
 
 from typing import Any
 
@@ -19,8 +19,8 @@ from isp.config.data import DataConfig
         ({"eos_token": "</s>"}, "data.eos_token=</s> has no meaning with data.tokenizer=bytes"),
     ],
 )
-def test_refuses_what_cannot_work(values: dict[str, Any], message: str) -> None:
-    """Catches a value that would fail later, in the middle of a run, with another message."""
+def test_values_that_would_fail_later_are_refused(values: dict[str, Any], message: str) -> None:
+    """Catches a value that would fail in the middle of a run, with another message."""
     with pytest.raises(ValueError, match=r"^data\.") as refused:
         DataConfig(**{"source": "a", **values})
     assert message in str(refused.value)

@@ -1,4 +1,4 @@
-"""The configuration: what is read, what is refused, and in which words."""
+"""The configuration: which values are read, which are refused, and with which messages."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ MINIMAL = "model:\n  preset: tiny\ndata:\n  source: python-stdlib\n"
 
 
 def faults_of(path: Path, *overrides: str) -> str:
-    """What `load_config` refuses `path` with."""
+    """Return the message with which `load_config` refuses `path`."""
     with pytest.raises(ConfigError) as refused:
         load_config(path, overrides)
     return str(refused.value)
 
 
 def test_values_come_from_file_preset_and_defaults(write):
-    """Catches a source of values that is not read, or that wins over a stronger one."""
+    """Catches a source of values that is not read, or that overrides one of higher priority."""
     config = load_config(write(f"{MINIMAL}optimizer:\n  lr: 1e-4\n"))
     assert config.optimizer.lr == 1e-4  # YAML 1.1 reads 1e-4 as text
     assert config.model.num_layers == 4  # of the preset
@@ -36,8 +36,10 @@ def test_values_come_from_file_preset_and_defaults(write):
     assert config.parallel.tensor.mode is Mode.ISP
 
 
-def test_overrides_win_over_the_file(write):
-    """Catches an override that is dropped, misparsed, or swallows the next one."""
+def test_overrides_take_precedence_over_the_file(write):
+    """Catches an override that is dropped, parsed wrongly, or that takes the next word as its
+    value.
+    """
     path = write(f"{MINIMAL}training:\n  steps: 7\n  seed: 3\n")
     words = ["--training.steps", "9", "--training.deterministic", "--parallel.tensor.mode=msp"]
     config = load_config(path, [*words, "--optimizer.lr=1e-3", "--training.max_norm", "0.5"])
@@ -50,8 +52,8 @@ def test_overrides_win_over_the_file(write):
 @pytest.mark.parametrize(
     "text", ["2024", "yes", "1e-4", "a: b", "-1", "run #1", "null", "[a]", "'a'", "@a"]
 )
-def test_an_override_of_a_text_key_is_as_typed(write, text):
-    """Catches `--job.name 2024` refused as a number, and a name cut by what YAML makes of it."""
+def test_an_override_of_a_text_key_is_taken_literally(write, text):
+    """Catches `--job.name 2024` refused as a number, and a name shortened by YAML's syntax."""
     words = ["--job.name", text, "--data.source", f"[ab].txt {text}"]
     config = load_config(write(MINIMAL), words)
     assert (config.job.name, config.data.source) == (text, f"[ab].txt {text}")
@@ -59,7 +61,7 @@ def test_an_override_of_a_text_key_is_as_typed(write, text):
 
 @pytest.mark.parametrize("null", ["", " ", "~", "null", " Null", "NULL"])
 def test_an_override_of_a_text_key_may_be_null_or_a_list_as_in_yaml(write, null):
-    """Catches a spelling of YAML's that becomes a text, where the key may be something else."""
+    """Catches YAML's null or a list read as text where the key allows more than text."""
     words = ["--data.eos_token", null, "--data.source", " [a.txt, b.txt]"]
     config = load_config(write(MINIMAL), [*words, "--job.name", "~"])
     assert config.data.eos_token is None
@@ -80,8 +82,8 @@ def test_overrides_reach_lists_null_and_optional_sections(write):
     assert config.model.rope_scaling.factor == 2.0
 
 
-def test_a_number_of_a_presets_rope_scaling_is_changed_alone(write):
-    """Catches a longer context whose scaling has lost its type."""
+def test_one_number_of_a_presets_rope_scaling_can_be_changed(write):
+    """Catches a changed factor that drops the type of the preset's scaling."""
     words = ["--model.preset=llama3.1-8b", "--model.rope_scaling.factor=16"]
     scaling = load_config(write("model: {}\ndata: {source: a.txt}\n"), words).model.rope_scaling
     assert scaling is not None
@@ -89,7 +91,7 @@ def test_a_number_of_a_presets_rope_scaling_is_changed_alone(write):
 
 
 def test_whole_numbers_may_have_an_exponent(write):
-    """Catches 1e3 steps refused, and half a step taken."""
+    """Catches 1e3 steps refused, and half a step accepted."""
     path = write(f"{MINIMAL}training: {{steps: 2e3}}\ncheckpoint: {{load_step: 1.0}}\n")
     config = load_config(path, ["--data.seq_len", "1e3", "--data.micro_num=2.0"])
     numbers = config.training.steps, config.checkpoint.load_step, config.data.seq_len
@@ -115,7 +117,7 @@ def test_printed_config_loads_back_equal(write, overrides):
 
 
 def test_every_key_is_documented():
-    """Catches a key without its line of doc below it."""
+    """Catches a key without its documentation line."""
     keys = KeyTable.of(JobConfig)
     for path, names in keys.sections.items():
         docs = docs_of(keys.classes[path])
@@ -123,8 +125,8 @@ def test_every_key_is_documented():
     assert sum(map(len, keys.sections.values())) > 100
 
 
-def test_the_schema_for_editors_is_that_of_the_keys():
-    """Catches a schema in configs/ of other keys than a configuration has."""
+def test_the_schema_for_editors_is_up_to_date():
+    """Catches a schema in configs/ whose keys are not those of the configuration."""
     folder = Path(__file__).parents[2] / "configs"
     written = json.loads((folder / "schema.json").read_text())
     assert written == json_schema(), "isp config --json-schema > configs/schema.json"
@@ -136,7 +138,7 @@ def test_the_schema_for_editors_is_that_of_the_keys():
 
 
 def test_every_key_has_a_role():
-    """Catches a new key of which nobody knows whether a run may be resumed with another value."""
+    """Catches a new key without a role, which says whether a resumed run may change it."""
     keys = KeyTable.of(JobConfig)
     assert [path for path in keys.hints if keys.role(path) is None] == []
     assert keys.role(("model", "rope_scaling", "factor")) is KeyRole.MODEL
@@ -144,8 +146,10 @@ def test_every_key_has_a_role():
     assert keys.role(("model",)) is keys.role(("training", "step")) is None
 
 
-def test_ways_to_compute_are_left_out_by_their_role():
-    """Catches a key that saves memory, and makes another model of a plan's or a checkpoint's."""
+def test_keys_that_do_not_change_the_model_are_ignored_by_role():
+    """Catches a key that only saves memory but counts as another model in a plan or a
+    checkpoint.
+    """
     plain = ModelConfig(hidden_size=64, num_heads=4, num_kv_heads=2, num_layers=3)
     others = {
         "attention_backend": AttentionBackend.SDPA,
@@ -173,7 +177,7 @@ def test_ways_to_compute_are_left_out_by_their_role():
 
 
 def test_micro_batches_follow_from_a_global_batch(write):
-    """Catches a global batch that changes with the ranks, or a micro_num that is not obeyed."""
+    """Catches a global batch that changes with the ranks, and an ignored micro_num."""
     path, whole = write(MINIMAL), "--training.global_batch_size=24"
     config = load_config(path, [whole, "--data.micro_bsz=2", "--parallel.tensor.size=2"])
     assert [config.for_ranks(n).data.num_micro_batches for n in (2, 4, 8, 24)] == [12, 6, 3, 1]
@@ -196,7 +200,7 @@ def test_micro_batches_follow_from_a_global_batch(write):
     assert load_config(write(to_yaml(config))).for_ranks(4) == config.for_ranks(4)
 
 
-def test_a_section_that_the_mode_ignores_is_named(write):
+def test_a_section_that_the_mode_ignores_is_reported(write):
     """Catches `parallel.weight` silently ignored outside isp."""
     weight = "--parallel.weight.size=2"
     assert load_config(write(MINIMAL), [weight]).unused() == []
@@ -205,8 +209,10 @@ def test_a_section_that_the_mode_ignores_is_named(write):
     assert "parallel.weight is not used in mtp mode" in note
 
 
-def test_keys_of_weights_that_travel_are_named_where_none_does(write):
-    """Catches buffers that are to be registered with NCCL and are never there."""
+def test_keys_of_gathered_weights_are_reported_where_none_is_gathered(write):
+    """Catches `nccl_ub`, which registers gather buffers with NCCL, accepted where there are
+    none.
+    """
     keys = "nccl_ub", "vocab_parallel_loss", "overlap=false"
     words = [f"--parallel.weight.{key}" for key in keys]
     found = load_config(write(MINIMAL), words).unused()
@@ -217,8 +223,8 @@ def test_keys_of_weights_that_travel_are_named_where_none_does(write):
     assert load_config(write(MINIMAL), [*words, "--parallel.weight.size=2"]).unused() == []
 
 
-def test_keys_of_another_update_rule_are_named(write):
-    """Catches a number that is given and that the update rule never sees."""
+def test_keys_of_another_update_rule_are_reported(write):
+    """Catches a key that the update rule silently ignores."""
     words = ["--optimizer.eps=1e-6", "--optimizer.beta2=0.99"]
     assert load_config(write(MINIMAL), words).unused() == []
     found = load_config(write(MINIMAL), [*words, "--optimizer.name=lion"]).unused()
@@ -226,7 +232,7 @@ def test_keys_of_another_update_rule_are_named(write):
 
 
 def test_a_warm_up_that_outlasts_the_run_is_reported(write):
-    """Catches a run cut short whose learning rate never comes to what was given."""
+    """Catches a shortened run whose learning rate never reaches the configured value."""
     words = ["--lr_scheduler.warmup_steps=10", "--training.steps"]
     assert load_config(write(MINIMAL), [*words, "10"]).unused() == []
     (note,) = load_config(write(MINIMAL), [*words, "5"]).unused()
@@ -243,11 +249,11 @@ CONFIGS = {
     "internlm2-7b_256k.yaml": 64,
     "llama2-7b_interleaved.yaml": 32,
 }
-"""The number of ranks that each is for."""
+"""The number of ranks of each configuration."""
 
 
-def test_every_config_fits_its_ranks():
-    """Catches a configuration that is shipped and refused."""
+def test_every_shipped_config_is_accepted_on_its_ranks():
+    """Catches a configuration of configs/ that is refused."""
     folder = Path(__file__).parents[2] / "configs"
     needs_a_model = {"dpo.yaml", "chat.yaml"}  # see tests/tools/test_tiny_chat_model.py
     assert {path.name for path in folder.glob("*.yaml")} == set(CONFIGS) | needs_a_model
@@ -258,8 +264,8 @@ def test_every_config_fits_its_ranks():
 
 
 @pytest.mark.parametrize(("word", "value"), [("auto", "auto"), ("off", False), ("on", True)])
-def test_compile_takes_the_words_of_yaml(write, word, value):
-    """Catches a switch whose plain words are refused."""
+def test_compile_accepts_yaml_booleans_and_auto(write, word, value):
+    """Catches `on` or `off` refused as a value of model.compile."""
     config = load_config(write(MINIMAL), ["--model.compile", word])
     assert config.model.compile is value or config.model.compile == value == "auto"
     fault = faults_of(write(MINIMAL), "--model.compile", "fast")

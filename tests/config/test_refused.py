@@ -1,4 +1,4 @@
-"""What the configuration refuses, and in which words."""
+"""Values that the configuration refuses, and the messages."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from isp.step.setup import make_world
 from tests.config.test_job import MINIMAL, faults_of
 
 
-def test_faults_of_the_command_line_are_not_the_files(write):
-    """Catches a wrong key for which the user looks into the file."""
+def test_faults_of_the_command_line_are_not_blamed_on_the_file(write):
+    """Catches a misspelled override that the message locates in the file."""
     path, known = write(MINIMAL), "training.stps: no such key; did you mean 'steps'?"
     assert faults_of(path, "--training.stps", "1") == f"--training.stps: {known}"
     two = faults_of(path, "--training.stps", "1", "--data.seq_len", "0").splitlines()
@@ -30,7 +30,7 @@ def test_faults_of_the_command_line_are_not_the_files(write):
 
 
 def test_all_faults_are_reported_at_once_with_their_places(write):
-    """Catches a reader that stops at the first fault, or does not say where it stands."""
+    """Catches a reader that stops at the first fault, or does not say where the fault is."""
     path = write(
         "model:\n  preset: tiny\n  num_head: 3\n"
         "data: {source: python-stdlib}\n"
@@ -63,15 +63,15 @@ def test_all_faults_are_reported_at_once_with_their_places(write):
     ],
 )
 def test_an_unknown_key_suggests_a_known_one(write, key, suggestion):
-    """Catches a typo that leaves the user to look the key up."""
+    """Catches a misspelled key whose correct name the message does not suggest."""
     message = faults_of(write(MINIMAL), f"--{key}", "1")
     assert "no such key" in message
     expected = f"did you mean {suggestion}?" if suggestion else "metrics has log_freq"
     assert expected in message
 
 
-def test_an_unknown_section_of_the_command_line_is_blamed_on_it(write):
-    """Catches a typo on the command line that is looked for in the file."""
+def test_an_unknown_section_of_an_override_is_blamed_on_the_command_line(write):
+    """Catches a misspelled section on the command line that the message locates in the file."""
     path = write(f"{MINIMAL}parallel:\n  weight: {{size: 1}}\n")
     message = faults_of(path, "--parallel.tenser.size", "2")
     assert message == (
@@ -119,9 +119,9 @@ BF16, EXACT = "--training.dtype=bfloat16", "--training.deterministic=true"
         ([CUDNN, BF16, "--training.device=cuda", EXACT], "cudnn is not deterministic"),
     ],
 )
-def test_a_value_that_cannot_be_is_refused(write, words, fault):
-    """Catches a wrong value obeyed as something else (true for 1), one that is silently ignored or
-    that only ranks find impossible, and an unclear refusal.
+def test_impossible_values_are_refused(write, words, fault):
+    """Catches a wrong value used as another (true for 1), a value that is silently ignored or that
+    only ranks find impossible, and an unclear message.
     """
     assert fault in faults_of(write(MINIMAL), *words)
 
@@ -149,7 +149,7 @@ def test_numbers_that_exclude_each_other_are_refused(write):
         ("Interleaved1F1B", 4, 4, "parallel.pipeline.size=2 x num_chunks=4 is more than"),
     ],
 )
-def test_pipelines_that_cannot_be_are_refused(write, schedule, num_chunks, micro_num, fault):
+def test_impossible_pipelines_are_refused(write, schedule, num_chunks, micro_num, fault):
     """Catches a schedule that fails only once its ranks run."""
     words = [
         "--parallel.pipeline.size=2",
@@ -190,7 +190,7 @@ def test_sizes_that_do_not_fit_the_world_are_refused(write):
     ],
 )
 def test_a_broken_file_is_refused_with_its_line(write, text, fault):
-    """Catches a traceback, or a message without the place, for a file that is no configuration."""
+    """Catches a traceback, or a message without the line, for a file that is no configuration."""
     path = write(text)
     assert f"{path}{fault}" in faults_of(path)
 
@@ -204,14 +204,14 @@ def test_files_that_cannot_be_read_are_refused(tmp_path):
 
 
 def test_an_unknown_preset_is_refused(write):
-    """Catches a preset's typo that falls back to default sizes."""
+    """Catches a misspelled preset that falls back to the default sizes."""
     faults = faults_of(write(MINIMAL), "--model.preset", "tiney", "--optimizer.lr=-1")
     assert ": 2 faults" in faults
     assert "--model.preset: model.preset=tiney is unknown: use one of tiny, " in faults
 
 
 def test_an_attention_whose_package_is_missing_is_refused(write):
-    """Catches a forced backend that nobody installed, found out by every rank."""
+    """Catches a configured backend that is not installed and that only the ranks notice."""
     config = load_config(write(MINIMAL), ["--model.attention_backend=flash3", BF16])
     with pytest.raises(
         ConfigError,
@@ -221,7 +221,7 @@ def test_an_attention_whose_package_is_missing_is_refused(write):
 
 
 def test_a_gpu_attention_without_a_gpu_is_refused(write, monkeypatch):
-    """Catches training.device=auto that turns into cpu behind the check of the configuration."""
+    """Catches training.device=auto that becomes cpu after the configuration has been checked."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(ValueError, match="not bfloat16 on cpu"):
         make_world(load_config(write(MINIMAL), [VARLEN, BF16]))
@@ -229,7 +229,9 @@ def test_a_gpu_attention_without_a_gpu_is_refused(write, monkeypatch):
 
 @pytest.mark.parametrize("value", ["-2", "1" + "0" * 31, ".nan", ".inf"])
 def test_every_number_has_a_range(write, value):
-    """Catches a number that reaches the ranks whatever it is: a traceback, or no answer."""
+    """Catches a number without a range, which would fail on the ranks with a traceback or a
+    hang.
+    """
     numbers = [
         ".".join(path)
         for path, hint in KeyTable.of(JobConfig).hints.items()
@@ -241,8 +243,8 @@ def test_every_number_has_a_range(write, value):
     assert refused == set(numbers)
 
 
-def test_sections_made_in_python_are_refused_alike():
-    """Catches a check of files alone: of types, ranges and several keys, all faults at once."""
+def test_sections_built_in_python_are_checked_as_in_a_file():
+    """Catches checks of types, ranges and combinations that only run for files."""
     with pytest.raises(ValueError, match=r"^optimizer\.lr=-1 must be .*\noptimizer\.beta1="):
         OptimizerConfig(lr=-1, beta1=1.0)
     with pytest.raises(ValueError, match=r'^training\.steps="1" must be a whole number$'):
@@ -251,8 +253,8 @@ def test_sections_made_in_python_are_refused_alike():
         dataclasses.replace(TrainingConfig(), steps=0)
 
 
-def _laughs(begin: str, repeat: str) -> str:
-    """Ten levels, each of ten times the one before."""
+def _billion_laughs(begin: str, repeat: str) -> str:
+    """Return YAML with ten levels of aliases, each of which repeats the level before ten times."""
     lines = [f"a0: &a0 {begin}"]
     lines += [f"a{n}: &a{n} {repeat.format(f'*a{n - 1}')}" for n in range(1, 11)]
     return "\n".join(lines)
@@ -261,11 +263,11 @@ def _laughs(begin: str, repeat: str) -> str:
 DEEP_BY_ALIASES = (("a: &a", "1"), ("b: &b", "*a"), ("c:", "*b"))
 TEN = "[" + ", ".join(["{0}"] * 10) + "]"
 ENDLESS = {
-    "lists": (_laughs("[x]", TEN), "aliases repeat values up to more than"),
+    "lists": (_billion_laughs("[x]", TEN), "aliases repeat values up to more than"),
     "text": (f"a: &a {'x' * 100_000}\nb: [{', '.join(['*a'] * 1000)}]", "aliases repeat values"),
-    "merged keys": (_laughs("{x: 1}", "{{<<: " + TEN + "}}"), "aliases repeat values"),
+    "merged keys": (_billion_laughs("{x: 1}", "{{<<: " + TEN + "}}"), "aliases repeat values"),
     "mappings": (
-        _laughs("{x: 1}", "{{" + ", ".join(f"k{i}: {{0}}" for i in range(10)) + "}}"),
+        _billion_laughs("{x: 1}", "{{" + ", ".join(f"k{i}: {{0}}" for i in range(10)) + "}}"),
         "aliases repeat values",
     ),
     "circle": ("a: &a [*a]", "an alias is inside of the value that it repeats"),
@@ -282,7 +284,7 @@ ENDLESS = {
 
 @pytest.mark.parametrize("kind", ENDLESS)
 @pytest.mark.timeout(30)
-def test_a_file_that_grows_without_bound_is_refused(tmp_path: Path, kind: str) -> None:
+def test_aliases_that_expand_without_bound_are_refused(tmp_path: Path, kind: str) -> None:
     """Catches a small file whose aliases take all memory, or never end."""
     text, message = ENDLESS[kind]
     file = tmp_path / "job.yaml"
@@ -293,8 +295,8 @@ def test_a_file_that_grows_without_bound_is_refused(tmp_path: Path, kind: str) -
     assert len(said.splitlines()) == 1
 
 
-def test_aliases_that_repeat_little_are_read(tmp_path: Path) -> None:
-    """Catches anchors that a person uses refused."""
+def test_ordinary_aliases_are_read(tmp_path: Path) -> None:
+    """Catches anchors of ordinary use refused."""
     file = tmp_path / "job.yaml"
     file.write_text("a: &a {x: 1}\nb: {<<: *a, y: 2}\nc: [*a, *a]")
     values = read_yaml(file).values
@@ -310,7 +312,7 @@ def test_aliases_that_repeat_little_are_read(tmp_path: Path) -> None:
         (JobConfig, "trainng", "data is missing: it has no default"),
     ],
 )
-def test_an_unknown_key_of_a_section_in_python_is_answered_as_in_a_file(kind, name, fault):
-    """Catches `Unexpected keyword argument`, which names no key that was meant."""
+def test_an_unknown_key_in_python_suggests_a_known_one(kind, name, fault):
+    """Catches `Unexpected keyword argument`, which does not suggest the key that was meant."""
     with pytest.raises(ValueError, match=re.escape(fault)):
         kind(**{name: 1})

@@ -1,4 +1,4 @@
-"""Keys, commands and options that earlier versions had: refused where given, not where kept."""
+"""Keys, commands and options of earlier versions: refused in a command, accepted in old runs."""
 
 from __future__ import annotations
 
@@ -16,8 +16,10 @@ CONFIG = "model:\n  preset: tiny\ndata:\n  source: python-stdlib\n"
 
 
 @pytest.mark.parametrize("key", REMOVED_KEYS)
-def test_a_removed_key_is_refused_where_given_and_dropped_where_kept(key: str, write) -> None:
-    """Catches a removed key without what replaces it, and an earlier run that cannot be resumed."""
+def test_a_removed_key_is_refused_in_a_file_and_dropped_from_a_saved_run(key: str, write) -> None:
+    """Catches a refusal that does not name the replacement, and an old run that cannot be
+    resumed.
+    """
     *sections, name = key.split(".")
     with pytest.raises(ConfigError, match=f"{key} was removed: ") as refused:
         load_config(write(CONFIG), [f"--{key}=1"])
@@ -33,18 +35,20 @@ def test_a_removed_key_is_refused_where_given_and_dropped_where_kept(key: str, w
 
 
 @pytest.mark.parametrize("command", _REMOVED_COMMANDS)
-def test_a_removed_command_is_refused(command: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """Catches argparse's list of all commands in place of what replaces it."""
+def test_a_removed_command_is_refused_with_its_replacement(
+    command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Catches argparse's list of all commands in place of the replacement."""
     assert main([*command.split(), "folder"]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(f"error: isp {command} was removed: ")
 
 
 @pytest.mark.parametrize(("command", "option"), _REMOVED_OPTIONS)
-def test_a_removed_option_is_refused(
+def test_a_removed_option_is_refused_with_its_replacement(
     command: str, option: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Catches `unrecognized arguments` in place of what replaces it, also for `--option=value`."""
+    """Catches `unrecognized arguments` in place of the replacement, also for `--option=value`."""
     assert main([*command.split(), "folder", f"{option}=1"]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(f"error: isp {command} {option} was removed: ")

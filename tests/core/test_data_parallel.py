@@ -1,4 +1,4 @@
-"""Data parallel wrappers against the sum of the replicas' gradients in one process."""
+"""Data-parallel wrappers against the sum of the replicas' gradients in one process."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ WIDTH = 4
 
 
 class Net(nn.Module):
-    """Three linears, one of them used twice, one only if asked for, and a frozen one."""
+    """Three linears, one of them used twice, one used on request, and a frozen one."""
 
     def __init__(self, dtype: torch.dtype = torch.float64) -> None:
         super().__init__()
@@ -54,7 +54,7 @@ def wrap(kind: str, module: nn.Module, log: CommLog | None = None) -> Any:
 def _gradients(
     rank: int, kind: str, dtype: torch.dtype = torch.float64
 ) -> dict[str, tuple[list, list]]:
-    """p.grad and main gradient after two micro-batches, in the second of two steps."""
+    """Return p.grad and main gradients after two micro-batches, in the second of two steps."""
     model = wrap(kind, net(rank, dtype))
     for _ in range(2):
         model.reset()
@@ -70,7 +70,7 @@ def _gradients(
 
 
 def reference() -> dict[str, Tensor]:
-    """The sum over two ranks and two micro-batches, from the weights of rank 0."""
+    """Return the sum over two ranks and two micro-batches, from the weights of rank 0."""
     module = net(0)
     for rank in range(2):
         module(batch(rank, 0), rank == 0).square().sum().backward()
@@ -80,7 +80,9 @@ def reference() -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("kind", ["naive", "each", "bucket"])
 def test_gradients_are_the_sum_of_the_replicas(kind: str):
-    """Catches means, lost micro-batches, unequal starts, and parameters that some rank skips."""
+    """Catches means, lost micro-batches, unequal initial weights, and parameters that a rank
+    skips.
+    """
     first, second = run_ranks(2, _gradients, kind)
     assert first == second
     expected = reference()
@@ -92,8 +94,8 @@ def test_gradients_are_the_sum_of_the_replicas(kind: str):
         torch.testing.assert_close(found, expected[name], rtol=1e-12, atol=1e-12)
 
 
-def test_overlap_does_not_show_in_the_bits():
-    """Catches buckets that travel before their last gradient is in."""
+def test_overlap_changes_no_bit():
+    """Catches buckets reduced before their last gradient is there."""
     assert run_ranks(2, _gradients, "each") == run_ranks(2, _gradients, "naive")
 
 
@@ -109,7 +111,7 @@ def test_bfloat16_weights_get_float32_sums():
 
 
 def _launches(rank: int, kind: str) -> tuple[list[int], list[str]]:
-    """All-reduces under way when backward reaches `last`, `first`; and all of them in order."""
+    """Return all-reduces in flight when backward reaches `last` and `first`; and all in order."""
     log = CommLog()
     model = wrap(kind, net(rank), log)
     seen: list[int] = []
@@ -122,7 +124,7 @@ def _launches(rank: int, kind: str) -> tuple[list[int], list[str]]:
     return seen, [t.label.removeprefix("gradients ") for t in log.take()]
 
 
-def test_buckets_travel_while_backward_runs():
+def test_buckets_are_reduced_during_backward():
     """Catches reductions that all start at the end, and buckets of the wrong size."""
     (seen, labels), _ = run_ranks(2, _launches, "bucket")
     assert labels == ["last.bias .. optional.weight", "shared.bias .. first.weight"]
@@ -140,8 +142,8 @@ def _nothing_on_rank_1(rank: int) -> list:
     return model.module.last.weight.grad.tolist()
 
 
-def test_a_rank_without_any_gradient_joins_in():
-    """Catches ranks that wait forever for one that has nothing to give."""
+def test_a_rank_without_gradients_joins_the_reductions():
+    """Catches ranks that wait forever for a rank without gradients."""
     first, second = run_ranks(2, _nothing_on_rank_1)
     module = net(0)
     module(batch(0, 0), False).square().sum().backward()
@@ -152,8 +154,8 @@ def solo(module: nn.Module) -> DataParallelBucket:
     return DataParallelBucket(module, Channel.solo())
 
 
-def test_a_failed_backward_is_followed_by_a_whole_one():
-    """Catches gradients of a pass that broke off, kept into the next step."""
+def test_a_step_after_a_failed_backward_is_complete():
+    """Catches gradients of a failed backward that enter the next step."""
     model, plain = solo(net(0)), net(0)
     broken = model.module.first.register_full_backward_pre_hook(lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
@@ -169,7 +171,7 @@ def test_a_failed_backward_is_followed_by_a_whole_one():
 
 
 def test_a_step_without_reset_is_refused():
-    """Catches gradients of two steps that add up unnoticed."""
+    """Catches gradients of two steps that are summed unnoticed."""
     model = solo(net(0))
     model(batch(0, 0), False).sum().backward()
     with pytest.raises(RuntimeError, match="came after its last one"):
@@ -179,8 +181,8 @@ def test_a_step_without_reset_is_refused():
     model(batch(0, 0), False).sum().backward()
 
 
-def test_a_reentrant_checkpoint_is_found_out():
-    """Catches the end of the pass within the pass being taken for the end of the step."""
+def test_a_reentrant_checkpoint_is_refused():
+    """Catches the end of a nested backward taken for the end of the step."""
     module = nn.Sequential(*[nn.Linear(WIDTH, WIDTH, dtype=torch.float64) for _ in range(2)])
     model = solo(module)
     x = batch(0, 0).requires_grad_()
@@ -197,7 +199,7 @@ def test_a_reentrant_checkpoint_is_found_out():
 
 
 def _unwrapped(rank: int, kind: str) -> bool:
-    """Whether a module's gradients are its own again once its wrapper is dropped."""
+    """Return whether a module keeps its own gradients after its wrapper is dropped."""
     module = net(0)
     wrapped = wrap(kind, module)
     wrapped.reset()
@@ -214,6 +216,6 @@ def _unwrapped(rank: int, kind: str) -> bool:
 
 
 @pytest.mark.parametrize("kind", ["naive", "buckets"])
-def test_a_dropped_wrapper_leaves_the_module(kind: str) -> None:
-    """Catches hooks that keep a wrapper for good and go on taking the module's gradients."""
+def test_a_dropped_wrapper_removes_its_hooks(kind: str) -> None:
+    """Catches hooks that keep a wrapper alive and go on collecting the module's gradients."""
     assert run_ranks(2, _unwrapped, kind) == [True, True]

@@ -1,4 +1,4 @@
-"""InternEvo's names that the runtime does not use: each does what its users expect of it."""
+"""Names of InternEvo that the runtime itself does not use behave as InternEvo's users expect."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from isp.core.weights.wp_communicator import (
 from tests.core.weights.echo import echo_net
 
 
-def test_overlap_state_shows_what_is_gathered() -> None:
-    """Catches a state that misses a weight of its chunk, or shows it gathered when it is not."""
+def test_overlap_state_shows_which_weights_are_gathered() -> None:
+    """Catches a state that lacks a weight of its chunk, or shows it as gathered when it is not."""
     net, communicator, _ = echo_net(num_blocks=2, launch=LaunchPoint.WO)
     (state,) = ISPOverlapState.of_chunks(communicator)
     names = [weight.name.removesuffix(".weight") for weight in state.weights]
@@ -40,8 +40,8 @@ def test_overlap_state_shows_what_is_gathered() -> None:
     assert not any(weight.gathered for weight in state.weights)
 
 
-def test_all_communicators_of_a_model_have_one_route() -> None:
-    """Catches a route that has no effect when it is set on a head's or table's communicator."""
+def test_all_communicators_of_a_model_share_one_route() -> None:
+    """Catches a route without effect when it is set on the communicator of a head or table."""
     _, communicator, _ = echo_net()
     head = HeadWeightParallelCommunicator(communicator, Channel.solo(), Channel.solo())
     head.route = route = DeferredWeightGradients(mock.create_autospec(ProductSink))
@@ -50,8 +50,8 @@ def test_all_communicators_of_a_model_have_one_route() -> None:
     assert head.route is None
 
 
-def test_a_communicator_of_a_users_own_needs_two_methods() -> None:
-    """Catches a new abstract method, which would break communicators that users have written."""
+def test_a_users_communicator_needs_two_methods() -> None:
+    """Catches a new abstract method, which would break communicators of users."""
 
     class Own(WPCommunicator):
         gathers_weights = False
@@ -61,7 +61,7 @@ def test_a_communicator_of_a_users_own_needs_two_methods() -> None:
     assert Own().pass_by("anything") is None  # type: ignore[func-returns-value]
 
 
-def test_communication_mode() -> None:
-    """Catches a mode that is not that of the communicator's weights."""
+def test_communication_mode_is_that_of_the_weights() -> None:
+    """Catches a mode that differs from that of the communicator's weights."""
     _, communicator, _ = echo_net()
     assert (communicator.communication_mode, LocalWeights().communication_mode) == ("isp", "tp")

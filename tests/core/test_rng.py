@@ -1,4 +1,4 @@
-"""Random streams: equal, per rank and for experts; nested, resumed, and after exceptions."""
+"""Random streams (equal, per rank, of experts): nested, resumed, and after exceptions."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ def generator_state(device: torch.device) -> Tensor:
     return torch.get_rng_state() if device.type == "cpu" else torch.cuda.get_rng_state(device)
 
 
-def test_a_stream_is_what_its_seed_gives(device: torch.device) -> None:
-    """Catches a stream that is not the generator's own, or that disturbs it."""
+def test_a_stream_depends_only_on_its_seed(device: torch.device) -> None:
+    """Catches a stream with other numbers than its own generator, or one that disturbs it."""
     outside = generator_state(device)
     tracker = two_streams(device)
     with tracker.fork("a"):
@@ -47,8 +47,8 @@ def test_a_stream_is_what_its_seed_gives(device: torch.device) -> None:
         assert torch.equal(numbers, torch.cat(parts))
 
 
-def test_a_fork_within_a_fork_goes_on_where_the_stream_is(device: torch.device) -> None:
-    """Catches numbers that come twice, or are lost, when forks of the same stream are nested."""
+def test_a_nested_fork_continues_its_stream(device: torch.device) -> None:
+    """Catches numbers repeated or lost when forks of the same stream are nested."""
     nested, found = two_streams(device), {"a": [], "b": []}
     with nested.fork("a"):
         found["a"].append(draw(device))
@@ -70,7 +70,9 @@ def test_a_fork_within_a_fork_goes_on_where_the_stream_is(device: torch.device) 
 
 
 def test_duplicates_and_unknown_streams_are_refused(device: torch.device) -> None:
-    """Catches two streams with the same numbers, and a typo that draws from anywhere."""
+    """Catches two streams with the same numbers, and a misspelled name that draws from another
+    stream.
+    """
     tracker = two_streams(device)
     with pytest.raises(ValueError, match="a random stream 'a' already"):
         tracker.add("a", 1)
@@ -81,8 +83,8 @@ def test_duplicates_and_unknown_streams_are_refused(device: torch.device) -> Non
     assert set(tracker.get_states()) == {"a", "b"}
 
 
-def test_an_exception_leaves_no_stream_in_place(device: torch.device) -> None:
-    """Catches a generator that stays forked, and numbers that are drawn again, after an error."""
+def test_an_exception_restores_the_generator(device: torch.device) -> None:
+    """Catches a generator that stays forked after an error, and numbers drawn again."""
     tracker, plain = two_streams(device), two_streams(device)
     outside = generator_state(device)
 
@@ -100,8 +102,10 @@ def test_an_exception_leaves_no_stream_in_place(device: torch.device) -> None:
     tracker.set_states(plain.get_states())  # not inside a fork
 
 
-def test_states_must_be_states(device: torch.device) -> None:
-    """Catches a checkpoint of another device, or a change under a fork, that is found out late."""
+def test_wrong_states_are_refused(device: torch.device) -> None:
+    """Catches a checkpoint of another device, or a change inside a fork, that is noticed too
+    late.
+    """
     tracker = two_streams(device)
     with pytest.raises(ValueError, match="'a': not the state of a"):
         tracker.set_states({"a": torch.zeros(3, dtype=torch.uint8)})
@@ -114,8 +118,8 @@ def test_states_must_be_states(device: torch.device) -> None:
     assert tracker.get_states()["a"].any(), "what is handed out is a copy"
 
 
-def test_seeds_are_megatrons(device: torch.device) -> None:
-    """Catches an offset that would break runs that go on from Megatron-LM's seeds."""
+def test_seeds_are_those_of_megatron(device: torch.device) -> None:
+    """Catches an offset that would break runs that resume from Megatron-LM's seeds."""
     seeds = {
         RngStream.EQUAL: 7,
         RngStream.PER_RANK: 7 + 2718 + 3,
@@ -131,7 +135,7 @@ def test_seeds_are_megatrons(device: torch.device) -> None:
 
 
 def dropouts(tracker: RngStatesTracker, device: torch.device) -> dict[str, Tensor]:
-    """A dropout of the same tensor by each stream."""
+    """Return a dropout of the same tensor by each stream."""
     x, kept = torch.ones(64, device=device), {}
     for stream in RngStream:
         with tracker.fork(stream):
@@ -139,8 +143,8 @@ def dropouts(tracker: RngStatesTracker, device: torch.device) -> dict[str, Tenso
     return kept
 
 
-def test_a_resumed_run_draws_on(device: torch.device) -> None:
-    """Catches streams that begin anew, or stand still, after a checkpoint."""
+def test_a_resumed_run_continues_its_streams(device: torch.device) -> None:
+    """Catches streams that restart, or do not advance, after a checkpoint."""
     tracker = model_parallel_manual_seed(7, tensor_rank=1, device=device)
     first = dropouts(tracker, device)
     saved = to_tensor(tracker.get_states())

@@ -103,7 +103,9 @@ def test_function_apply() -> None:
 
 
 def test_call_after_backward() -> None:
-    """Catches a callback that runs before the last gradient is there, or after `backward`."""
+    """Catches a callback that runs before the last gradient is computed, or after `backward`
+    returns.
+    """
     x, y = (torch.ones(2, requires_grad=True) for _ in range(2))
     seen = []
     x.register_post_accumulate_grad_hook(
@@ -143,7 +145,7 @@ def test_will_run() -> None:
 
 
 def test_saved_tensors_hooks_in_use() -> None:
-    """Catches hooks that are not those of the innermost context, or another value for none."""
+    """Catches hooks other than those of the innermost context, and another value for no hooks."""
     assert saved_tensors_hooks_in_use() is None
     packs = [lambda x: x, lambda x: (x,)]
     unpacks = [lambda x: x, lambda x: x[0]]
@@ -167,7 +169,7 @@ def test_is_view() -> None:
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 def test_version_of(device: str) -> None:
-    """Catches a write that is not counted, through views and detached tensors too."""
+    """Catches a write that is not counted, also through views and detached tensors."""
     x = torch.ones(4, device=device)
     before = version_of(x)
     x.mul_(2)
@@ -177,7 +179,7 @@ def test_version_of(device: str) -> None:
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 def test_storage_key(device: str) -> None:
-    """Catches keys that differ for one storage, or agree for two."""
+    """Catches keys that differ for one storage, and equal keys of two storages."""
     x, y = (torch.ones(4, device=device) for _ in range(2))
     assert storage_key(x.untyped_storage()) == storage_key(x.detach()[2:].untyped_storage())
     assert storage_key(x.untyped_storage()) != storage_key(y.untyped_storage())
@@ -194,7 +196,7 @@ class _Noting(TorchDispatchMode):
 
 
 def test_dispatch_modes() -> None:
-    """Catches operations that a mode does not see, and modes that are not disabled."""
+    """Catches operations that a dispatch mode does not see, and modes that stay enabled."""
     x = torch.ones(2, 2, requires_grad=True)  # seen although autograd records them
     with _Noting() as outer, _Noting() as inner:
         torch.relu(x)
@@ -206,7 +208,7 @@ def test_dispatch_modes() -> None:
 
 
 def test_argument_schemas() -> None:
-    """Catches a schema that does not say what an operation writes into."""
+    """Catches a schema that does not say which arguments an operation writes to."""
     written = [a.name for a in argument_schemas(torch.ops.aten.add.out) if _is_written(a)]
     assert written == ["out"]
     of_copy = argument_schemas(torch.ops.aten.copy_.default)
@@ -218,7 +220,7 @@ def _is_written(argument: Any) -> bool:
 
 
 def test_grouped_mm() -> None:
-    """Catches a grouped product that our modes do not recognize as one."""
+    """Catches a grouped matrix product that ISP's modes do not recognize."""
 
     class Functions(TorchFunctionMode):
         seen: list[Any] = []  # noqa: RUF012
@@ -270,14 +272,14 @@ def test_flash_attention(device: str) -> None:
     unused = q.new_zeros(2, dtype=torch.uint64), q.new_empty(0)
     gradients = flash_attention_backward(out, q, k, v, out, lse, *call, *unused, **options)
     assert [x.shape for x in gradients] == [(6, 2, 64)] * 3
-    if device == "cuda":  # alike values: out is v, and lse the count of the keys seen
+    if device == "cuda":  # equal values: out is v, and lse the log of the number of keys seen
         keys = torch.tensor([1, 2, 1, 2, 3, 4], device=device)
         torch.testing.assert_close(out, v)
         torch.testing.assert_close(lse, (keys.log() + 6.4).expand(2, 6), rtol=0, atol=1e-2)
 
 
 def test_foreach() -> None:
-    """Catches another result than that of the operation on each tensor, to the bit."""
+    """Catches a result that differs in a bit from the operation on each tensor."""
     torch.manual_seed(0)
     xs, ys = ([torch.randn(n) for n in (3, 5)] for _ in range(2))
 
@@ -320,7 +322,9 @@ def test_compiler_options() -> None:
 
 
 def test_reparametrized() -> None:
-    """Catches parameters that are not those given, in submodules too, or that stay so."""
+    """Catches parameters other than those given, also in submodules, or still set after the
+    context.
+    """
     model = nn.Sequential(nn.Linear(2, 2, bias=False))
     own = model[0].weight
     with reparametrized(model, {"0.weight": torch.full((2, 2), 3.0)}):
@@ -330,7 +334,7 @@ def test_reparametrized() -> None:
 
 
 def test_base_classes_of_modules() -> None:
-    """Catches batch norms and dropouts that the base classes do not cover."""
+    """Catches batch norms and dropouts that do not inherit from the base classes."""
     norms = nn.BatchNorm1d(2), nn.BatchNorm2d(2), nn.BatchNorm3d(2), nn.SyncBatchNorm(2)
     dropouts = nn.Dropout(), nn.Dropout1d(), nn.Dropout2d(), nn.Dropout3d(), nn.AlphaDropout()
     assert all(isinstance(norm, AnyBatchNorm) for norm in norms)
@@ -339,7 +343,7 @@ def test_base_classes_of_modules() -> None:
 
 
 def test_has_full_backward_hooks() -> None:
-    """Catches hooks that are not seen, and those of another kind that are."""
+    """Catches hooks that are not found, and hooks of another kind that are."""
     module = nn.Linear(2, 2)
     module.register_full_backward_pre_hook(lambda *_: None)
     module.register_forward_hook(lambda *_: None)
@@ -351,7 +355,7 @@ def test_has_full_backward_hooks() -> None:
 
 
 def test_compiled_call() -> None:
-    """Catches a module whose compilation in place is not seen."""
+    """Catches a module compiled in place that is not recognized."""
     module = nn.Linear(2, 2)
     assert compiled_call(module) is None
     module.compile(backend="eager")
@@ -359,7 +363,7 @@ def test_compiled_call() -> None:
 
 
 def test_trees() -> None:
-    """Catches containers that are not taken apart, or that are built otherwise."""
+    """Catches containers that are not flattened, or not rebuilt as they were."""
     x, y = torch.ones(1), torch.zeros(1)
     tree = {"a": (x, [y, None]), "b": OrderedDict(c=3)}
     leaves, spec = tree_flatten(tree)
@@ -395,7 +399,7 @@ def _groups(rank: int, size: int) -> dict[str, Any]:
 
 
 def test_groups() -> None:
-    """Catches another order of arguments, a timeout that is not set, another store."""
+    """Catches another order of arguments, a timeout that is not set, and another store."""
     found = run_ranks(2, _groups, 2)
     for rank, of_rank in enumerate(found):
         assert of_rank["made"] == timedelta(seconds=7)
@@ -407,7 +411,7 @@ def test_groups() -> None:
 
 
 def test_stores(tmp_path: Path) -> None:
-    """Catches stores that are not the public ones, or with other arguments."""
+    """Catches stores that are not the public classes, or have other arguments."""
     for kind in (Store, FileStore, HashStore, PrefixStore, TCPStore):
         assert kind is getattr(dist, kind.__name__)
     server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -421,7 +425,7 @@ def test_stores(tmp_path: Path) -> None:
 
 
 def test_symmetric_memory_of_a_cpu() -> None:
-    """Catches another order of arguments, as far as a machine without GPUs shows it."""
+    """Catches another order of arguments, as far as it shows without a GPU."""
     assert not has_multicast(torch.cuda.device_count())
     message = "does not support device type cpu"
     with pytest.raises(RuntimeError, match=message):
@@ -435,7 +439,7 @@ def test_symmetric_memory_of_a_cpu() -> None:
 
 
 def _one_gpu(folder: str) -> list[str]:
-    """Exercise in a process of its own what changes the allocator or starts NCCL."""
+    """Check, in a process of its own, the functions that change the allocator or start NCCL."""
     set_allocator("expandable_segments:True")
     record_memory_history(100)
     device = torch.device("cuda", 0)
@@ -451,7 +455,7 @@ def _one_gpu(folder: str) -> list[str]:
 
 @pytest.mark.gpu
 def test_allocator_and_its_history(tmp_path: Path) -> None:
-    """Catches settings that have no effect, and a history without allocations."""
+    """Catches settings without effect, and a history without allocations."""
     context = torch.multiprocessing.get_context("spawn")
     with context.Pool(1) as pool:
         assert pool.apply(_one_gpu, (str(tmp_path),)) == []
@@ -459,7 +463,8 @@ def test_allocator_and_its_history(tmp_path: Path) -> None:
 
 def test_allocator_without_a_gpu() -> None:
     """Catches entries that moved or have other arguments, as far as they exist without CUDA."""
-    run_ranks(1, lambda _: set_allocator("expandable_segments:True"))  # in a process of its own
+    # in a child process, since the setting is global
+    run_ranks(1, lambda _: set_allocator("expandable_segments:True"))
     assert "max_entries" in inspect.signature(torch.cuda.memory._record_memory_history).parameters
     assert next(iter(inspect.signature(torch.cuda.memory._dump_snapshot).parameters)) == "filename"
 
@@ -467,7 +472,7 @@ def test_allocator_without_a_gpu() -> None:
 @pytest.mark.gpu
 @pytest.mark.nccl
 def test_options_of_nccl() -> None:
-    """Catches a warning of torch that its timeout overrides that of the options."""
+    """Catches torch's warning that its timeout overrides that of the options."""
     options = dist.ProcessGroupNCCL.Options()
     set_options_timeout(options, timedelta(seconds=5))
     with warnings.catch_warnings():
@@ -485,14 +490,14 @@ def test_options_of_nccl() -> None:
 
 
 def test_options_timeout() -> None:
-    """Catches a timeout that the options of a group do not have."""
+    """Catches process group options without a timeout."""
     options = dist.ProcessGroupGloo._Options()
     set_options_timeout(options, timedelta(seconds=5))
     assert options._timeout == timedelta(seconds=5)
 
 
 def test_every_entry_is_tested_and_needed() -> None:
-    """Catches an entry without a test here, and one that nothing uses any more."""
+    """Catches an entry without a test in this file, and one that no module uses."""
     here = Path(__file__).read_text().partition("\nROOT =")[2]
     users = "".join(
         path.read_text()
@@ -550,8 +555,8 @@ def _is_private(name: str) -> bool:
     return name.startswith("_") and not name.startswith("__")
 
 
-def test_private_names_of_torch_have_one_place() -> None:
-    """Catches a private name of torch outside of `isp.core.torch_private`."""
+def test_private_names_of_torch_are_used_in_one_module() -> None:
+    """Catches a private name of torch used outside of `isp.core.torch_private`."""
     found = set()
     for path in (*sorted((ROOT / "isp").rglob("*.py")), *sorted((ROOT / "model").rglob("*.py"))):
         if path.name != "torch_private.py":
@@ -575,6 +580,6 @@ def test_private_names_of_torch_have_one_place() -> None:
         "module._forward_hooks",
     ],
 )
-def test_a_private_name_is_found(line: str) -> None:
+def test_the_search_finds_private_names(line: str) -> None:
     """Catches a search that finds nothing."""
     assert [*_private_names(ast.parse(line))]

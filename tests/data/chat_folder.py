@@ -67,7 +67,7 @@ LLAMA3 = (
 def chat_folder(folder: Path, template: str | None = CHATML, *, adds_bos: bool = False) -> Path:
     """Save a tokenizer with a token for each byte and each of `SPECIAL` in `folder`.
 
-    `adds_bos`: it begins texts with <|begin_of_text|>, as those of Llama 3.
+    `adds_bos`: texts begin with <|begin_of_text|>, as with Llama 3.
     """
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 
@@ -102,7 +102,7 @@ def write_lines(path: Path, records: Iterable[Mapping[str, Any]]) -> Path:
 
 
 def trained_texts(folder: Path, messages: list[dict[str, Any]], **keys: Any) -> list[str]:
-    """Return the texts of the trained tokens."""
+    """Return the texts of the tokens that have a label."""
     tokenizer = HFTokenizer(folder)
     example = load(folder).example(messages, "talk", **keys)
     runs = itertools.groupby(zip(*example, strict=True), key=lambda pair: pair[1] != IGNORE_INDEX)

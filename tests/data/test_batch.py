@@ -1,4 +1,4 @@
-"""Micro-batches: their tensors, and which samples come at which step on which rank."""
+"""Micro-batches: their tensors, and which samples each rank gets at each step."""
 
 import numpy as np
 import pytest
@@ -24,7 +24,7 @@ def rows(batch: MicroBatch) -> list[list[int]]:
 
 
 def test_packed_rows_are_joined_with_their_bounds() -> None:
-    """Catches documents that see each other where two rows meet, and a wrong dtype or shape."""
+    """Catches attention across the boundary of two rows, and a wrong dtype or shape."""
     samples = [
         Sample(*map(np.array, ([5, 6, 7], [6, -100, 8], [0, 1, 0]))),
         Sample(*map(np.array, ([8, 9, 1], [9, 1, -100], [0, 1, 2]))),
@@ -43,10 +43,10 @@ def test_packed_rows_are_joined_with_their_bounds() -> None:
     ("pack", "padding", "lengths"),
     [(True, [0, 2], [2, 1, 1]), (True, [1, 0], [2, 3]), (False, [1, 2], [2, 1])],
 )
-def test_padding_is_no_token_of_a_document(
+def test_padding_is_not_counted_as_tokens(
     pack: bool, padding: list[int], lengths: list[int]
 ) -> None:
-    """Catches padding that counts as trained tokens, or in the FLOPs, as a document."""
+    """Catches padding counted as trained tokens, or as a document in the FLOPs."""
     starts = [[0, 1, 0], [0, 0, 1] if padding[1] else [0, 1, 2]]
     places = starts if pack else [[0, 1, 2]] * 2
     ids = np.arange(3)
@@ -58,7 +58,7 @@ def test_padding_is_no_token_of_a_document(
 
 
 def test_unpacked_rows_are_stacked() -> None:
-    """Catches `cu_seqlens` where there are no documents, and positions that restart."""
+    """Catches `cu_seqlens` without packing, and positions that restart."""
     sampler = BatchSampler(dataset=make(pack=False), micro_bsz=3, micro_num=2)
     for batch in sampler.micro_batches(0, 0, 1):
         assert batch.tokens.shape == batch.labels.shape == (3, SEQ_LEN)
@@ -68,7 +68,7 @@ def test_unpacked_rows_are_stacked() -> None:
 
 
 def test_to_moves_all_but_the_bounds() -> None:
-    """Catches a tensor left behind, and bounds that the host would have to fetch."""
+    """Catches a tensor that is not moved, and bounds that the host would have to fetch."""
     for pack in (True, False):
         batch = BatchSampler(dataset=make(pack=pack), micro_bsz=1, micro_num=1)
         moved = batch.micro_batches(0, 0, 1)[0].to(torch.device("meta"))
@@ -78,12 +78,12 @@ def test_to_moves_all_but_the_bounds() -> None:
 
 
 @pytest.mark.parametrize("num_documents", [40, 12])
-def test_global_batch_depends_on_its_size_alone(num_documents: int) -> None:
+def test_a_global_batch_depends_only_on_its_size(num_documents: int) -> None:
     """Catches samples, or an order, that change with ranks, accumulation or rows in a batch."""
     dataset = make(num_documents=num_documents)
     size, steps = 12, 5
     if num_documents == 12:
-        assert dataset.samples_per_epoch < steps * size  # some batch lies across an epoch's end
+        assert dataset.samples_per_epoch < steps * size  # some batch spans the end of an epoch
     expected = [
         [dataset.sample(i).tokens.tolist() for i in range(step * size, (step + 1) * size)]
         for step in range(steps)

@@ -1,4 +1,4 @@
-"""Tokens and labels of conversations, against rows that are written by hand."""
+"""Tokens and labels of conversations, against rows written by hand."""
 
 from __future__ import annotations
 
@@ -29,7 +29,9 @@ Parts = list[tuple[str, bool]]
 
 
 def chatml(messages: list[dict[str, Any]], *, line_feed: bool = True) -> Parts:
-    """ChatML; `line_feed`: the line feed after a turn is trained, as without generation blocks."""
+    """Return a ChatML template; `line_feed`: the one after a turn is trained, as without generation
+    blocks.
+    """
     parts = []
     for message in messages:
         is_turn = message["role"] == "assistant"
@@ -55,7 +57,7 @@ def llama3(messages: list[dict[str, Any]]) -> Parts:
 
 
 def check(example: Example, folder: Path, parts: Parts) -> None:
-    """Check that `example` has the tokens of these pieces, and labels for the trained ones."""
+    """Check that `example` has the tokens of these pieces, and labels only for the trained ones."""
     tokenizer = HFTokenizer(folder)
     tokens: list[int] = []
     labels: list[int] = []
@@ -70,8 +72,10 @@ def check(example: Example, folder: Path, parts: Parts) -> None:
 @pytest.mark.parametrize(
     ("template", "by_hand"), [(CHATML, chatml), (CHATML_MARKED, marked_chatml), (LLAMA3, llama3)]
 )
-def test_the_assistants_tokens_are_trained(tmp_path: Path, template: str, by_hand: Any) -> None:
-    """Catches an end of turn that is not trained, a header that is, also of the first message."""
+def test_only_the_assistants_tokens_are_trained(
+    tmp_path: Path, template: str, by_hand: Any
+) -> None:
+    """Catches an end of turn without a label, and a header with one, also in the first message."""
     folder = chat_folder(tmp_path, template)
     check(load(folder).example(TALK, "here"), folder, by_hand(TALK))
     check(load(folder).example(TALK[:3], "here"), folder, by_hand(TALK[:3]))
@@ -86,11 +90,11 @@ PHI3_ON_HUB = (
     "{{'<|assistant|>\n' + message['content'] + '<|end|>\n'}}{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|assistant|>\n' }}{% else %}{{ eos_token }}{% endif %}"
 )
-"""Character by character."""
+"""The template on the hub, character by character."""
 
 
-def test_turns_are_those_of_trl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches a line feed after a turn, an end of text or a header that TRL alone trains on."""
+def test_trained_turns_equal_those_of_trl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a line feed after a turn, an end of text or a header that only TRL trains."""
     folder = chat_folder(tmp_path / "phi3", PHI3_ON_HUB)
     parts: Parts = []
     for message in TALK:
@@ -108,8 +112,8 @@ def test_turns_are_those_of_trl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         check(load(folder).example(TALK[1:3], "here"), folder, parts)
 
 
-def test_a_header_after_all_messages_is_not_trained(tmp_path: Path) -> None:
-    """Catches the header of a turn that is not there in the last one."""
+def test_a_generation_prompt_is_not_trained(tmp_path: Path) -> None:
+    """Catches a trained header of a turn that has no message."""
     end = "{%- if not add_generation_prompt %}{{- '<|im_start|>user\\n' }}{%- endif %}"
     folder = chat_folder(tmp_path, CHATML + end)
     parts = [*chatml(TALK), ("<|im_start|>user\n", False)]
@@ -119,10 +123,10 @@ def test_a_header_after_all_messages_is_not_trained(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("template", "by_hand"), [(CHATML, chatml), (CHATML_MARKED, marked_chatml)]
 )
-def test_the_last_turn_or_all_tokens_are_trained(
+def test_only_the_last_turn_or_all_tokens_can_be_trained(
     tmp_path: Path, template: str, by_hand: Any
 ) -> None:
-    """Catches an earlier turn that is trained, and a part of the whole that is not."""
+    """Catches an earlier turn that is trained, and tokens that are not where all should be."""
     folder = chat_folder(tmp_path, template)
     tokenizer, talk = HFTokenizer(folder), [*TALK, {"role": "user", "content": "so?"}]
     last = ChatTemplate(tokenizer, train_on=TrainOn.LAST).example(talk, "here")
@@ -135,8 +139,8 @@ def test_the_last_turn_or_all_tokens_are_trained(
 
 
 @pytest.mark.parametrize("template", [CHATML, CHATML_MARKED, LLAMA3])
-def test_tokens_and_masks_are_those_of_transformers(tmp_path: Path, template: str) -> None:
-    """Catches another rendering, or other special tokens, than apply_chat_template's."""
+def test_tokens_and_masks_equal_those_of_transformers(tmp_path: Path, template: str) -> None:
+    """Catches another rendering, or other special tokens, than those of apply_chat_template."""
     from transformers import PreTrainedTokenizerFast
 
     folder = chat_folder(tmp_path, template)
@@ -151,8 +155,8 @@ def test_tokens_and_masks_are_those_of_transformers(tmp_path: Path, template: st
         ]
 
 
-def test_a_character_of_several_tokens_at_the_end_of_a_block(tmp_path: Path) -> None:
-    """Catches what transformers' mask does: all but the first of its tokens are left out."""
+def test_a_character_of_several_tokens_is_trained_whole(tmp_path: Path) -> None:
+    """Catches the mask of transformers, which only has the first token of the last character."""
     template = "{% for m in messages %}{{ m.role }}{% generation %}{{ m.content }}" + (
         "{% endgeneration %}<|im_end|>{% endfor %}"
     )
@@ -161,8 +165,10 @@ def test_a_character_of_several_tokens_at_the_end_of_a_block(tmp_path: Path) -> 
     check(load(folder).example([{"role": "user", "content": "é"}], "here"), folder, parts)
 
 
-def test_white_space_that_a_tokenizer_leaves_out_of_places(tmp_path: Path) -> None:
-    """Catches a turn that loses its last token where offsets are trimmed, as GPT-2's are."""
+def test_offsets_without_white_space_lose_no_token(tmp_path: Path) -> None:
+    """Catches a turn without its last token where offsets are trimmed, as with GPT-2's
+    tokenizer.
+    """
     from tokenizers import Tokenizer, processors
 
     template = "{% for m in messages %}{{ m.role + ':' + m.content }}{% endfor %}" + (
@@ -188,7 +194,7 @@ def test_white_space_that_a_tokenizer_leaves_out_of_places(tmp_path: Path) -> No
 
 
 def test_a_line_feed_that_ends_a_turn_is_trained(tmp_path: Path) -> None:
-    """Catches a template without a token for the end of a turn, which must not lose its end."""
+    """Catches a turn that loses its end if the template has no token for the end of a turn."""
     template = "{% for m in messages %}{{ m.role + ':' + m.content + '\\n' }}{% endfor %}" + (
         "{% if add_generation_prompt %}assistant:{% endif %}"
     )
@@ -200,7 +206,7 @@ def test_a_line_feed_that_ends_a_turn_is_trained(tmp_path: Path) -> None:
 
 
 def test_tools_and_variables_reach_the_template(tmp_path: Path) -> None:
-    """Catches a tool call, which has no content, and the template's other inputs."""
+    """Catches a tool call, which has no content, and other template variables that are dropped."""
     template = "{{ tools[0].name ~ mode }}{% for m in messages %}{{ m.content is defined }}" + (
         "{% if m.tool_calls %}{{ m.tool_calls | tojson }}{% endif %}<|im_end|>{% endfor %}"
     )
@@ -214,8 +220,10 @@ def test_tools_and_variables_reach_the_template(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("template", [CHATML, CHATML_MARKED])
-def test_weights_leave_messages_out(tmp_path: Path, template: str) -> None:
-    """Catches a message of weight 0 that is trained, or seen by the template."""
+def test_messages_of_weight_0_are_not_trained(tmp_path: Path, template: str) -> None:
+    """Catches a message of weight 0 that is trained, and a `weight` key that reaches the
+    template.
+    """
     folder = chat_folder(
         tmp_path, template.replace("message.role +", "message.role ~ message.weight ~")
     )
@@ -255,8 +263,10 @@ def test_weights_leave_messages_out(tmp_path: Path, template: str) -> None:
         ),
     ],
 )
-def test_a_turn_that_is_not_in_one_piece(tmp_path: Path, template: str, place: str) -> None:
-    """Catches a turn that is dropped, or the text of others in it that is trained silently."""
+def test_messages_not_rendered_once_in_order_are_refused(
+    tmp_path: Path, template: str, place: str
+) -> None:
+    """Catches a turn that is dropped, and text of another turn that is silently trained."""
     folder = chat_folder(tmp_path, template)
     with pytest.raises(
         ValueError, match=rf"talks, line 3, message {place} does not appear .*template"
@@ -267,8 +277,8 @@ def test_a_turn_that_is_not_in_one_piece(tmp_path: Path, template: str, place: s
     check(load(folder, other).example(TALK, "here"), folder, marked_chatml(TALK))
 
 
-def test_a_turn_that_begins_otherwise_than_the_prompt(tmp_path: Path) -> None:
-    """Catches a header that is trained because it is not that of the prompt."""
+def test_a_turn_with_another_header_than_the_prompt_is_refused(tmp_path: Path) -> None:
+    """Catches a trained header of a turn, which does not match the generation prompt."""
     folder = chat_folder(tmp_path, CHATML.replace("<|im_start|>assistant", "<|im_start|>bot"))
     with pytest.raises(ValueError, match="line 3, message 3: the chat template does not begin it"):
         load(folder).example(TALK, "talks, line 3")
@@ -293,7 +303,7 @@ def test_a_turn_that_begins_otherwise_than_the_prompt(tmp_path: Path) -> None:
 def test_invalid_conversations_are_refused_with_their_place(
     tmp_path: Path, messages: Any, fault: str
 ) -> None:
-    """Catches a traceback, or a message without the place."""
+    """Catches a traceback, or a message without file and line."""
     refuses = (
         "{% if messages[0].role == 'tool' %}{{ raise_exception('No tools twice') }}{% endif %}"
     )
@@ -314,15 +324,15 @@ def test_invalid_conversations_are_refused_with_their_place(
 def test_tools_and_variables_of_a_template_are_checked(
     tmp_path: Path, keys: dict[str, Any], fault: str
 ) -> None:
-    """Catches a traceback in training or in generating, or tools that a template writes as text."""
+    """Catches a traceback in training or generation, and tools that a template writes as text."""
     template = load(chat_folder(tmp_path))
     for given in (template.example, template.prompt):
         with pytest.raises(ValueError, match=f"^a.jsonl, line 7: .*{fault}"):
             given(TALK[:2], "a.jsonl, line 7", **keys)
 
 
-def test_a_template_that_is_missing(tmp_path: Path) -> None:
-    """Catches transformers' own message, which speaks of arguments of a call."""
+def test_a_missing_template_is_refused_with_the_key(tmp_path: Path) -> None:
+    """Catches transformers' own message, which is about the arguments of a call."""
     with pytest.raises(ValueError, match=r"no chat template .*data\.chat_template"):
         load(chat_folder(tmp_path, None))
     with pytest.raises(ValueError, match=r"data\.chat_template=.*gone.jinja cannot be read"):

@@ -1,4 +1,6 @@
-"""Chat templates of the main families, without generation blocks: the trained part of each turn."""
+"""Chat templates of the main model families, without generation blocks: what is trained in a
+turn.
+"""
 
 from __future__ import annotations
 
@@ -151,16 +153,17 @@ CALLS: list[dict[str, Any]] = [
         (GEMMA, ["A<|end|>\n", "B<|end|>\n"], None, None),
     ],
 )
-def test_templates_of_the_main_families(
+def test_templates_of_the_main_families_train_the_assistant(
     tmp_path: Path,
     template: str,
     short: list[str],
     thoughts: list[str] | None,
     calls: list[str] | None,
 ) -> None:
-    """Catches templates without generation blocks that rewrite turns, refused or mistrained.
+    """Catches templates without generation blocks that rewrite turns, refused or trained wrongly.
 
-    In form and in what they do to a conversation they are those that the models come with.
+    The templates have the form of those published with the models and treat conversations in the
+    same way.
     """
     folder = chat_folder(tmp_path, template)
     for messages, expected in ((SHORT, short), (THOUGHTS, thoughts), (CALLS, calls)):
@@ -171,8 +174,8 @@ def test_templates_of_the_main_families(
     assert trained_texts(folder, weighted) == short[1:]
 
 
-def test_a_separate_key_for_reasoning(tmp_path: Path) -> None:
-    """Catches reasoning in its own key that is not the assistant's, or a second header that is.
+def test_reasoning_in_a_separate_key_is_trained(tmp_path: Path) -> None:
+    """Catches reasoning that is not trained, and a second header that is.
 
     The model itself writes the header of the second part of a turn of gpt-oss.
     """

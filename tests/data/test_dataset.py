@@ -61,7 +61,7 @@ def reference_epoch(
 
 @pytest.mark.parametrize("pack", [True, False])
 @pytest.mark.parametrize("ends_with_eos", [0.0, 0.5, 1.0])
-def test_every_sample_is_that_of_the_naive_stream(pack: bool, ends_with_eos: float) -> None:
+def test_every_sample_equals_that_of_the_reference(pack: bool, ends_with_eos: float) -> None:
     """Catches any error of the random access: offsets, labels, positions, bounds, eos."""
     rng = np.random.default_rng(11)
     compared = 0
@@ -85,8 +85,8 @@ def test_every_sample_is_that_of_the_naive_stream(pack: bool, ends_with_eos: flo
     assert compared > 300
 
 
-def test_samples_are_a_function_of_seed_and_index_alone() -> None:
-    """Catches state: an order of calls, or an epoch in between, that changes a sample."""
+def test_samples_depend_only_on_seed_and_index() -> None:
+    """Catches state: calls in another order, or for another epoch, that change a sample."""
     documents = [list(range(i, i + 20)) for i in range(30)]
     fresh, used = make(documents, 16, seed=4), make(documents, 16, seed=4)
     indices = np.random.default_rng(0).permutation(5 * fresh.samples_per_epoch)
@@ -96,7 +96,7 @@ def test_samples_are_a_function_of_seed_and_index_alone() -> None:
 
 
 def test_epochs_and_seeds_shuffle_anew() -> None:
-    """Catches a shuffle that is missing, or the same in each epoch or for each seed."""
+    """Catches a missing shuffle, or the same shuffle in each epoch or for each seed."""
     documents = [[i] * 3 for i in range(64)]  # with eos: exactly one sample of 4
     dataset, other = make(documents, 4), make(documents, 4, seed=1)
     size = dataset.samples_per_epoch
@@ -110,8 +110,8 @@ def test_epochs_and_seeds_shuffle_anew() -> None:
     assert len({tuple(order) for order in orders}) == 3
 
 
-def test_boundary_of_too_few_tokens() -> None:
-    """Catches the limit on the wrong side, and a message without key and numbers."""
+def test_too_few_tokens_are_refused_at_the_limit() -> None:
+    """Catches a limit that is off by one, and a message without key and numbers."""
     assert make([[1, 2], [3]], 5).samples_per_epoch == 1  # 5 tokens with eos
     message = r"data\.seq_len=6 needs at least 6 tokens, and the text has 5 in 2 documents"
     with pytest.raises(ValueError, match=message):
@@ -125,13 +125,13 @@ def test_boundary_of_too_few_tokens() -> None:
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 5, 16, 17, 1000, 4097])
 def test_the_shuffle_is_a_permutation(size: int) -> None:
-    """Catches samples that come twice in an epoch, or never."""
+    """Catches samples that occur twice in an epoch, or never."""
     for key in (0, 1, 2**63 - 1):
         assert sorted(shuffled(i, size, key) for i in range(size)) == list(range(size))
 
 
 def test_the_shuffle_mixes() -> None:
-    """Catches neighbours that stay together, and places that elements prefer."""
+    """Catches neighbors that stay together, and elements that tend to certain positions."""
     size, keys = 10, range(5_000)
     counts = np.zeros((size, size), dtype=int)  # [place, element]
     for key in keys:
@@ -144,7 +144,7 @@ def test_the_shuffle_mixes() -> None:
 
 
 def test_an_epoch_of_any_length_begins_without_delay() -> None:
-    """Catches an order of samples that is built: of 2^39 tokens it would take gigabytes."""
+    """Catches an order of samples stored as a list, which takes gigabytes for 2^39 tokens."""
 
     class LongStore:
         name = "long"
@@ -164,7 +164,7 @@ def test_an_epoch_of_any_length_begins_without_delay() -> None:
     assert peak < 1 << 20
 
 
-def test_ids_of_another_tokenizer() -> None:
+def test_ids_outside_the_vocabulary_are_refused() -> None:
     """Catches an index outside the embedding, which on a GPU is an error without a cause."""
     assert make([[256, 1]], 3).sample(0).tokens.max() == EOS
     documents = [[1, 2, 3], [4, 257, 5]]
@@ -174,7 +174,7 @@ def test_ids_of_another_tokenizer() -> None:
         make(documents, 8).sample(0)
     dataset = make([*documents, [7] * 8], 4)
     good = [i for i in range(dataset.samples_per_epoch) if not _refused(dataset, i)]
-    assert len(good) == 3  # what is not used is not looked at
+    assert len(good) == 3  # tokens outside of the samples are not checked
 
 
 def _refused(dataset: PackedDataset, index: int) -> bool:

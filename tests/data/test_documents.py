@@ -27,18 +27,18 @@ def documents_of(
     return [text for file in files for text, _ in read_documents(file, text_key=text_key)]
 
 
-def test_text_file_is_one_document_byte_for_byte(tmp_path: Path) -> None:
+def test_a_text_file_is_one_document_byte_for_byte(tmp_path: Path) -> None:
     """Catches line endings that Python translates."""
     assert documents_of(write(tmp_path / "a.txt", "x\r\ny\n")) == ["x\r\ny\n"]
 
 
-def test_byte_order_mark_is_no_text(tmp_path: Path) -> None:
+def test_a_byte_order_mark_is_removed(tmp_path: Path) -> None:
     """Catches a document that begins with an invisible character."""
     assert documents_of(write(tmp_path / "a.txt", b"\xef\xbb\xbfx")) == ["x"]
 
 
-def test_jsonl_is_one_document_a_line(tmp_path: Path) -> None:
-    """Catches blank lines, empty texts and separators inside a text being taken for documents."""
+def test_jsonl_has_one_document_a_line(tmp_path: Path) -> None:
+    """Catches blank lines, empty texts and separators inside a text that count as documents."""
     texts = ["one\n", "", "two\u2028three", "4"]
     lines = "\n\n".join(json.dumps({"body": text}, ensure_ascii=False) for text in texts)
     source = write(tmp_path / "a.jsonl", lines)
@@ -54,10 +54,10 @@ def _zst(data: bytes) -> bytes:
     ("suffix", "packed"),
     [("", bytes), (".gz", gzip.compress), (".GZ", gzip.compress), (".zst", _zst)],
 )
-def test_json_is_read_by_its_name(
+def test_json_files_are_recognized_by_name(
     tmp_path: Path, suffix: str, packed: Callable[[bytes], bytes]
 ) -> None:
-    """Catches JSON that becomes the text of a document: arrays, compressed lines, other cases."""
+    """Catches JSON read as plain text: arrays, compressed lines, and suffixes in upper case."""
     texts = ["one\n", 'tw"o], {', "3" * 100]
     objects = [{"text": text, "more": [{"a": None}]} for text in texts]
     lines = "\n".join(map(json.dumps, objects))
@@ -70,8 +70,8 @@ def test_json_is_read_by_its_name(
         assert documents_of(source) == texts, name
 
 
-def test_a_json_array_is_read_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches an entry that is lost, or read twice, where a piece of the file ends."""
+def test_a_json_array_is_read_in_chunks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches an entry that is lost, or read twice, at the boundary of two chunks."""
     texts = [f"{i} é日] , [\n" * (i % 7) + "." for i in range(40)]
     entries = [{"text": text, "n": [-1.5e10, True, None]} for text in texts]
     for size, is_ascii in itertools.product((1, 2, 3, 7, 64, 1000), (True, False)):
@@ -100,8 +100,8 @@ def test_a_json_array_is_read_in_pieces(tmp_path: Path, monkeypatch: pytest.Monk
         ("[" + "[" * 100_000, "entry 1 is nested too deeply"),
     ],
 )
-def test_bad_json_array(tmp_path: Path, text: str | bytes, message: str) -> None:
-    """Catches a traceback, and a fault without its place."""
+def test_a_bad_json_array_is_refused(tmp_path: Path, text: str | bytes, message: str) -> None:
+    """Catches a traceback, and an error without its position."""
     source = write(tmp_path / "a.json", text)
     with pytest.raises(ValueError, match=r"a\.json") as refused:
         documents_of(source)
@@ -109,7 +109,7 @@ def test_bad_json_array(tmp_path: Path, text: str | bytes, message: str) -> None
 
 
 @pytest.mark.parametrize(("suffix", "packed"), [(".gz", gzip.compress), (".zst", _zst)])
-def test_archives_that_are_joined_or_cut_off(
+def test_concatenated_archives_are_read_and_truncated_ones_refused(
     tmp_path: Path, suffix: str, packed: Callable[[bytes], bytes]
 ) -> None:
     """Catches a traceback, and lines that are silently lost."""
@@ -120,7 +120,9 @@ def test_archives_that_are_joined_or_cut_off(
 
 
 def test_every_cell_of_csv_is_text(tmp_path: Path) -> None:
-    """Catches numbers, NA and empty cells that are guessed at, and rows of another length."""
+    """Catches cells converted to numbers, NA or empty cells interpreted, and rows of another
+    length.
+    """
     body = 'id,text\r\n1,NA\r\n2,"a ""b"",\r\nc"\r\n3,\r\n4,17\r\n'
     texts = ["NA", 'a "b",\r\nc', "17"]
     assert documents_of(write(tmp_path / "a.csv", "\ufeff" + body)) == texts
@@ -138,7 +140,7 @@ def test_every_cell_of_csv_is_text(tmp_path: Path) -> None:
 
 
 def test_an_unknown_suffix_is_refused(tmp_path: Path) -> None:
-    """Catches a file that becomes text to train on because nothing is known about it."""
+    """Catches a file of unknown format that is trained on as text."""
     for name in ("a.log", "a", "a.jsonl.bz2"):
         source = write(tmp_path / name, "text")
         with pytest.raises(
@@ -148,8 +150,8 @@ def test_an_unknown_suffix_is_refused(tmp_path: Path) -> None:
         assert find_files(source, as_text=True) == [tmp_path / name]
 
 
-def test_folder_is_sorted_and_filtered(tmp_path: Path) -> None:
-    """Catches the file system's order, hidden files, caches and binaries among the documents."""
+def test_a_folder_is_sorted_and_filtered(tmp_path: Path) -> None:
+    """Catches the order of the file system, and hidden files, caches or binaries as documents."""
     for name in ("b.txt", "a/z.py", "a.txt", "a/b/c.md", "a!/x.txt"):
         write(tmp_path / name, name)
     for name in (".git/x.txt", ".hidden.txt", "__pycache__/x.py", "image.png"):
@@ -183,7 +185,7 @@ def test_a_name_with_glob_characters_is_a_file_first(tmp_path: Path) -> None:
     assert documents_of(write(tmp_path / "a[1].txt", "x")) == ["x"]
 
 
-def test_python_stdlib_is_the_library_alone() -> None:
+def test_python_stdlib_is_only_the_standard_library() -> None:
     """Catches installed packages and tests in the text, and an order that is not sorted."""
     files = find_files("python-stdlib")
     names = [path.name for path in files]
@@ -209,8 +211,10 @@ def test_python_stdlib_is_the_library_alone() -> None:
         ('{"text": ' + "[" * 100_000, "is nested too deeply"),
     ],
 )
-def test_bad_jsonl_line(tmp_path: Path, line: str | bytes, message: str) -> None:
-    """Catches a message that does not say which line of which file."""
+def test_a_bad_jsonl_line_is_refused_with_file_and_line(
+    tmp_path: Path, line: str | bytes, message: str
+) -> None:
+    """Catches a message that does not say which line of which file is bad."""
     body = line if isinstance(line, bytes) else line.encode()
     source = write(tmp_path / "a.jsonl", b'{"text": "fine"}\n\n' + body + b"\n")
     with pytest.raises(ValueError, match=r"a\.jsonl, line 3 ") as refused:
@@ -218,15 +222,15 @@ def test_bad_jsonl_line(tmp_path: Path, line: str | bytes, message: str) -> None
     assert message in str(refused.value)
 
 
-def test_binary_file(tmp_path: Path) -> None:
-    """Catches undecodable bytes that turn into silent replacement characters."""
+def test_a_binary_file_is_refused(tmp_path: Path) -> None:
+    """Catches undecodable bytes that silently become replacement characters."""
     source = write(tmp_path / "a.txt", b"abc\xff")
     with pytest.raises(ValueError, match=r"a\.txt is not UTF-8 text \(byte 0xff at offset 3\)"):
         documents_of(source)
 
 
-def test_sources_without_text(tmp_path: Path) -> None:
-    """Catches a source without text that would surface as an empty dataset, or not at all."""
+def test_sources_without_text_are_refused(tmp_path: Path) -> None:
+    """Catches a source without text that would show as an empty dataset, or not at all."""
     empty = write(tmp_path / "empty.txt", "")
     write(tmp_path / "binaries" / "x.png", "x")
     os.mkfifo(tmp_path / "pipe.jsonl")

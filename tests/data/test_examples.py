@@ -1,4 +1,4 @@
-"""Examples read from lines: their formats, their labels, and the errors of bad ones."""
+"""Examples read from lines: their formats and labels, and the errors for bad lines."""
 
 from __future__ import annotations
 
@@ -36,15 +36,15 @@ def test_labels_are_shifted_once(tmp_path: Path) -> None:
     assert sample.positions.tolist() == [0, 1, 2, 3, 0, 1]
 
 
-def test_without_labels_all_is_trained(tmp_path: Path) -> None:
-    """Catches input_ids alone that are refused, or not trained."""
+def test_without_labels_all_tokens_are_trained(tmp_path: Path) -> None:
+    """Catches input_ids without labels that are refused, or not trained."""
     for extra in ({}, {"labels": None}):
         path = write_lines(tmp_path / "a.jsonl", [{"input_ids": [5, 6, 7], **extra}])
         assert opened(path, seq_len=3).train.sample(0).labels.tolist() == [6, 7, -100]
 
 
-def test_positions_that_restart_cut_documents(tmp_path: Path) -> None:
-    """Catches documents of one line that see each other, or a label across their border."""
+def test_position_ids_that_restart_separate_documents(tmp_path: Path) -> None:
+    """Catches attention between documents of one line, or a label across their boundary."""
     lines = [
         {"input_ids": [1, 2, 3, 4, 5], "position_ids": [0, 1, 0, 1, 2]},
         {"input_ids": [6, 7, 8], "labels": [6, -100, 8], "position_ids": [0, 0, 1]},
@@ -68,7 +68,7 @@ def test_positions_that_restart_cut_documents(tmp_path: Path) -> None:
 
 
 def test_messages_become_rows(tmp_path: Path) -> None:
-    """Catches a template that is not asked for, or labels that do not travel to the sample."""
+    """Catches a template that is not used, or labels that do not reach the sample."""
     folder = chat_folder(tmp_path / "model")
     path = write_lines(tmp_path / "a.jsonl", [{"messages": TALK}] * 2)
     data = opened(path, tokenizer=str(folder), seq_len=64)
@@ -95,14 +95,16 @@ def test_messages_become_rows(tmp_path: Path) -> None:
 def test_the_first_line_selects_the_format(
     tmp_path: Path, record: dict[str, Any], form: Format
 ) -> None:
-    """Catches text files that are taken for something else than before."""
+    """Catches text files that are now read in another format."""
     path = write_lines(tmp_path / "a.jsonl", [record])
     assert file_format(path, Format.AUTO, "text") is form
     assert file_format(path, Format.MESSAGES, "text") is Format.MESSAGES
 
 
-def test_mixtures(tmp_path: Path) -> None:
-    """Catches text that is trained without labels, or refused, in a source with examples."""
+def test_token_lines_and_conversations_mix_but_not_with_text(tmp_path: Path) -> None:
+    """Catches text trained without labels in a source with examples, and examples that
+    cannot mix.
+    """
     tokens = write_lines(tmp_path / "a.jsonl", [{"input_ids": [1, 2]}])
     talks = write_lines(tmp_path / "b.jsonl", [{"messages": TALK}])
     text = write_lines(tmp_path / "c.jsonl", [{"text": "x"}])
@@ -137,14 +139,14 @@ def test_mixtures(tmp_path: Path) -> None:
 def test_bad_lines_are_refused_with_file_and_line(
     tmp_path: Path, line: dict[str, Any], fault: str
 ) -> None:
-    """Catches a traceback, and a message that does not say which of a million lines."""
+    """Catches a traceback, and a message that does not say which of a million lines is bad."""
     path = write_lines(tmp_path / "a.jsonl", [{"input_ids": [1, 2]}, line])
     with pytest.raises(ValueError, match=f"a.jsonl, line 2.*{fault}"):
         opened(path)
 
 
-def test_missing_keys_templates_and_turns(tmp_path: Path) -> None:
-    """Catches a missing key, template or turn without a way out."""
+def test_missing_keys_templates_and_turns_are_refused(tmp_path: Path) -> None:
+    """Catches an error for a missing key, template or turn that does not say what to do."""
     folder = str(chat_folder(tmp_path / "model"))
     path = write_lines(tmp_path / "a.jsonl", [{"messages": TALK}, {"turns": []}])
     with pytest.raises(ValueError, match=r"a.jsonl, line 2 has no key 'messages', only 'turns"):
@@ -163,8 +165,8 @@ def test_missing_keys_templates_and_turns(tmp_path: Path) -> None:
         opened(users, tokenizer=folder, format=Format.TOKENS)
 
 
-def test_held_out_examples_are_those_of_their_place(tmp_path: Path) -> None:
-    """Catches an example in both parts, or tokens of one and labels of another."""
+def test_held_out_examples_keep_tokens_and_labels_together(tmp_path: Path) -> None:
+    """Catches an example in both parts, and tokens of one example with labels of another."""
     lines = [{"input_ids": [i] * 4, "labels": [-100, i, i, i]} for i in range(200)]
     path = write_lines(tmp_path / "a.jsonl", lines)
     data = opened(path, seq_len=4, valid_fraction=0.2)
@@ -183,8 +185,8 @@ def test_held_out_examples_are_those_of_their_place(tmp_path: Path) -> None:
     assert other.valid.samples_per_epoch == 200
 
 
-def test_pack_false_is_a_row_each(tmp_path: Path) -> None:
-    """Catches rows without packing whose positions restart, which attention would not know of."""
+def test_pack_false_gives_each_example_a_row(tmp_path: Path) -> None:
+    """Catches unpacked rows whose positions restart, which attention would not know."""
     lines = [{"input_ids": [i] * (i + 2)} for i in range(4)]
     train = opened(write_lines(tmp_path / "a.jsonl", lines), pack=False).train
     assert train.samples_per_epoch == 4
@@ -198,8 +200,8 @@ TEXTS = ["ab", "<|begin_of_text|>cd", "efg"]
 
 
 @pytest.mark.parametrize("add_bos", [True, False])
-def test_texts_begin_as_transformers_and_trl_begin_them(tmp_path: Path, add_bos: bool) -> None:
-    """Catches a text, an answer or a stream without its first token, or with two."""
+def test_bos_is_added_as_in_transformers_and_trl(tmp_path: Path, add_bos: bool) -> None:
+    """Catches a text, an answer or a stream without BOS, or with two."""
     from transformers import PreTrainedTokenizerFast
 
     folder = chat_folder(tmp_path / "model", LLAMA3, adds_bos=True)
@@ -234,7 +236,7 @@ def test_texts_begin_as_transformers_and_trl_begin_them(tmp_path: Path, add_bos:
         sample = open_datasets(config, seed=0).train.sample(0)
         expected = ids(whole)
         assert sample.tokens[: len(expected)].tolist() == expected
-        answer = len(expected) - max(1, len(ids(prompt)) - 1)  # nothing predicts the first
+        answer = len(expected) - max(1, len(ids(prompt)) - 1)  # the first token is no label
         assert (
             sample.labels[len(expected) - 1 - answer : len(expected) - 1].tolist()
             == (expected[-answer:])
@@ -248,7 +250,7 @@ def test_texts_begin_as_transformers_and_trl_begin_them(tmp_path: Path, add_bos:
 
 
 def test_prepared_pairs_get_no_bos(tmp_path: Path) -> None:
-    """Catches documents of a pair, or bytes, that get a token before them."""
+    """Catches a BOS token before the documents of a .bin/.idx pair, or before bytes."""
     folder = str(chat_folder(tmp_path / "model", adds_bos=True))
     path = write_lines(tmp_path / "a.jsonl", [{"text": "abcd"}] * 4)
     prefix = prepare(str(path), tmp_path / "p", tokenizer=folder, add_bos=False).prefix

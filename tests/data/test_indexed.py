@@ -1,4 +1,4 @@
-"""The .bin/.idx format: against bytes written by hand, and against damage."""
+"""The .bin/.idx format, against bytes written by hand and against damaged files."""
 
 import os
 import resource
@@ -42,8 +42,8 @@ def documents(prefix: Path) -> list[list[int]]:
     return [tokens.tolist() for tokens in IndexedDataset(prefix)]
 
 
-def test_reads_the_bytes_of_megatron(golden: Path) -> None:
-    """Catches any misreading of the layout, which a round trip through our writer would hide."""
+def test_files_of_megatron_are_read(golden: Path) -> None:
+    """Catches a misread layout, which a round trip through ISP's writer would not show."""
     dataset = IndexedDataset(golden)
     assert documents(golden) == [[5, 6, 7, 8], [], [9, 10]]
     assert dataset.lengths.tolist() == [4, 0, 2]
@@ -51,8 +51,8 @@ def test_reads_the_bytes_of_megatron(golden: Path) -> None:
     assert dataset.read(0, 2, 4).tolist() == [7, 8]  # across two sequences
 
 
-def test_writes_the_bytes_of_megatron(tmp_path: Path) -> None:
-    """Catches any difference in what the tools of Megatron would read."""
+def test_files_have_the_bytes_of_megatron(tmp_path: Path) -> None:
+    """Catches any difference in what Megatron-LM's tools would read."""
     with IndexedDatasetWriter(tmp_path / "g", dtype=token_dtype(257)) as writer:
         writer.add_document(np.array([5, 6, 7]), np.array([8]))
         writer.add_document()
@@ -62,8 +62,8 @@ def test_writes_the_bytes_of_megatron(tmp_path: Path) -> None:
     assert sorted(os.listdir(tmp_path)) == ["g.bin", "g.idx"]
 
 
-def test_modes_of_multimodal_sets_are_skipped(golden: Path) -> None:
-    """Catches a valid file with one more byte a sequence being taken for a damaged one."""
+def test_modes_of_multimodal_datasets_are_skipped(golden: Path) -> None:
+    """Catches a valid file, with one more byte for each sequence, reported as damaged."""
     golden.with_suffix(".idx").write_bytes(GOLDEN_IDX + b"\0\1\0")
     assert documents(golden) == [[5, 6, 7, 8], [], [9, 10]]
 
@@ -79,8 +79,8 @@ def test_every_integer_type_round_trips(tmp_path: Path, code: int) -> None:
 
 
 @pytest.mark.parametrize("token", [-1, 65536])
-def test_ids_that_do_not_fit(tmp_path: Path, token: int) -> None:
-    """Catches ids that wrap around silently, by one at either end."""
+def test_ids_that_do_not_fit_the_dtype_are_refused(tmp_path: Path, token: int) -> None:
+    """Catches ids that silently wrap around, by one at either end."""
     with IndexedDatasetWriter(tmp_path / "x", dtype=_DTYPES[8]) as writer:
         with pytest.raises(ValueError, match=rf"{token} do not fit uint16"):
             writer.add_document(np.array([token]))
@@ -88,14 +88,14 @@ def test_ids_that_do_not_fit(tmp_path: Path, token: int) -> None:
     assert documents(tmp_path / "x") == [[0, 65535]]
 
 
-def test_token_dtype_is_the_rule_of_megatron() -> None:
-    """Catches the boundary on the wrong side."""
+def test_token_dtype_follows_megatron() -> None:
+    """Catches a vocabulary at the limit that gets the wrong dtype."""
     assert token_dtype(65499) == np.uint16
     assert token_dtype(65500) == np.int32
 
 
-def test_random_sets_round_trip(tmp_path: Path) -> None:
-    """Catches faults at empty documents and sequences at any place."""
+def test_random_datasets_round_trip(tmp_path: Path) -> None:
+    """Catches errors at empty documents and sequences at any position."""
     rng = np.random.default_rng(0)
     for _ in range(20):
         sets = [
@@ -136,8 +136,8 @@ def patched(at: int, data: bytes) -> bytes:
         (patched(78, b"\xff" * 8), "is damaged"),
     ],
 )
-def test_damaged_index(golden: Path, index: bytes, message: str) -> None:
-    """Catches damage that would be read as tokens, and a message without file or way out."""
+def test_a_damaged_index_is_refused(golden: Path, index: bytes, message: str) -> None:
+    """Catches damage that would be read as tokens, and an error without the file or what to do."""
     golden.with_suffix(".idx").write_bytes(index)
     with pytest.raises(ValueError, match=r"g\.idx ") as refused:
         IndexedDataset(golden)
@@ -153,16 +153,18 @@ def test_damaged_index(golden: Path, index: bytes, message: str) -> None:
         (GOLDEN_BIN + b"\0\0", "not the one this index was written for"),
     ],
 )
-def test_bin_of_another_length(golden: Path, data: bytes, message: str) -> None:
-    """Catches tokens read beyond the end of the file, and a pair of two different runs."""
+def test_a_bin_of_another_length_is_refused(golden: Path, data: bytes, message: str) -> None:
+    """Catches tokens read beyond the end of the file, and a pair whose files are of different
+    runs.
+    """
     golden.with_suffix(".bin").write_bytes(data)
     with pytest.raises(ValueError, match=r"g\.bin has") as refused:
         IndexedDataset(golden)
     assert message in str(refused.value)
 
 
-def test_only_empty_documents(tmp_path: Path) -> None:
-    """Catches numpy's complaint about mapping an empty file."""
+def test_a_dataset_of_empty_documents_is_read(tmp_path: Path) -> None:
+    """Catches numpy's error for mapping an empty file."""
     index = struct.pack("<9sQBQQiqqq", b"MMIDIDX\0\0", 1, 8, 1, 2, 0, 0, 0, 1)
     (tmp_path / "g.idx").write_bytes(index)
     (tmp_path / "g.bin").write_bytes(b"")
@@ -170,8 +172,8 @@ def test_only_empty_documents(tmp_path: Path) -> None:
         IndexedDataset(tmp_path / "g")
 
 
-def test_missing_files(golden: Path) -> None:
-    """Catches a message that names the prefix instead of the file that is missing."""
+def test_a_missing_file_of_a_pair_is_named(golden: Path) -> None:
+    """Catches a message that names the prefix instead of the missing file."""
     golden.with_suffix(".idx").rename(golden.with_suffix(".kept"))
     with pytest.raises(FileNotFoundError, match=r"g\.bin is there, but .*g\.idx is missing"):
         IndexedDataset(golden)
@@ -184,8 +186,8 @@ def test_missing_files(golden: Path) -> None:
         IndexedDataset(golden)
 
 
-def test_prefix_forms(golden: Path, tmp_path: Path) -> None:
-    """Catches a form of the name that is not understood, and text taken for a pair."""
+def test_all_forms_of_a_prefix_are_understood(golden: Path, tmp_path: Path) -> None:
+    """Catches a form of the name that is not understood, and a text file read as a pair."""
     for form in ("g", "g.bin", "g.idx"):
         assert indexed_prefix(str(tmp_path / form)) == golden
     assert indexed_prefix(str(tmp_path)) is None
@@ -197,8 +199,8 @@ def test_prefix_forms(golden: Path, tmp_path: Path) -> None:
     assert documents(dotted) == [[1]]
 
 
-def test_failed_writer_leaves_the_old_pair(golden: Path) -> None:
-    """Catches half a file under a final name, and leftovers, after an interrupt."""
+def test_an_interrupted_writer_keeps_the_old_pair(golden: Path) -> None:
+    """Catches a partial file under its final name, and temporary files left, after an interrupt."""
     with (  # noqa: PT012
         pytest.raises(KeyboardInterrupt),
         IndexedDatasetWriter(golden, dtype=_DTYPES[8]) as writer,
@@ -209,8 +211,10 @@ def test_failed_writer_leaves_the_old_pair(golden: Path) -> None:
     assert sorted(os.listdir(golden.parent)) == ["g.bin", "g.idx"]
 
 
-def test_killed_writer_leaves_only_partial_files(tmp_path: Path) -> None:
-    """Catches half a file under a final name after SIGKILL, or one that stops the next run."""
+def test_a_killed_writer_leaves_no_file_under_a_final_name(tmp_path: Path) -> None:
+    """Catches a partial file under its final name after SIGKILL, and leftovers that stop the next
+    run.
+    """
     killed = IndexedDatasetWriter(tmp_path / "x", dtype=_DTYPES[8])
     killed.__enter__().add_document(np.arange(100))
     assert os.listdir(tmp_path) == ["x.bin.partial"]
@@ -220,8 +224,8 @@ def test_killed_writer_leaves_only_partial_files(tmp_path: Path) -> None:
     assert sorted(os.listdir(tmp_path)) == ["x.bin", "x.idx"]
 
 
-def test_writer_without_tokens(tmp_path: Path) -> None:
-    """Catches a pair that nothing can open."""
+def test_a_writer_without_tokens_is_an_error(tmp_path: Path) -> None:
+    """Catches a pair that cannot be opened."""
     with (
         pytest.raises(ValueError, match="no tokens to write"),
         IndexedDatasetWriter(tmp_path / "x", dtype=_DTYPES[8]) as writer,
@@ -230,8 +234,8 @@ def test_writer_without_tokens(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == []
 
 
-def test_full_disk(golden: Path) -> None:
-    """Catches leftovers, or a lost old pair, when the disk is full as the buffer is flushed."""
+def test_a_full_disk_keeps_the_old_pair(golden: Path) -> None:
+    """Catches leftovers, or a lost old pair, if the disk is full when the buffer is flushed."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))
     try:

@@ -1,4 +1,4 @@
-"""Mixtures: shares of tokens, limits of epochs, and orders without a state."""
+"""Mixtures: shares of tokens, limits of epochs, and orders without state."""
 
 from collections import Counter
 from pathlib import Path
@@ -24,8 +24,8 @@ def opened(folder: Path, parts: str, *, seed: int = 0) -> Datasets:
     return open_datasets(load_config(job).data, seed=seed)
 
 
-def test_every_stretch_has_the_shares_and_every_sample_its_turn(tmp_path: Path) -> None:
-    """Catches shares that are met at the end only, and a sample that is left out or repeated."""
+def test_every_stretch_has_the_configured_shares(tmp_path: Path) -> None:
+    """Catches shares that only hold at the end, and a sample that is left out or repeated."""
     a, c = text(tmp_path / "a.txt", "a", 160), text(tmp_path / "c.txt", "c", 800)
     pair = prepare(text(tmp_path / "b.txt", "b", 80), tmp_path / "b").prefix
     parts = f"[{{path: {a}, weight: 3}}, {{path: {pair}, weight: 1, epochs: 2.5}}, {{path: [{c}]}}]"
@@ -54,7 +54,7 @@ def test_every_stretch_has_the_shares_and_every_sample_its_turn(tmp_path: Path) 
 
 
 def test_a_share_counts_tokens_not_padding(tmp_path: Path) -> None:
-    """Catches examples of half a sequence that count as whole ones."""
+    """Catches examples of half a sequence counted as whole ones."""
     lines = [{"input_ids": [1, 2, 3, 4, 5]}] * 4  # 5 of 8 tokens a sample
     b = write_lines(tmp_path / "b.jsonl", lines)
     a = text(tmp_path / "a.txt", "a", 160)
@@ -64,8 +64,8 @@ def test_a_share_counts_tokens_not_padding(tmp_path: Path) -> None:
     assert counts[0] * 8 == pytest.approx(counts[1] * 5, rel=0.01)
 
 
-def test_held_out_parts_and_faults(tmp_path: Path) -> None:
-    """Catches a part of which nothing is held out, and a mixture that ends within a run."""
+def test_held_out_samples_come_from_each_entry_and_bad_mixtures_are_refused(tmp_path: Path) -> None:
+    """Catches an entry of which nothing is held out, and a mixture that would end within a run."""
     a, b = text(tmp_path / "a.txt", "a", 160), text(tmp_path / "b.txt", "b", 160)
     both = f"[{{path: {a}}}, {{path: {b}, epochs: 1}}]\n  valid_fraction: 0.5"
     valid = opened(tmp_path, both).valid
@@ -88,7 +88,7 @@ def test_held_out_parts_and_faults(tmp_path: Path) -> None:
 
 
 def test_a_blend_of_megatron_is_the_same_mixture(tmp_path: Path) -> None:
-    """Catches weights that go to other prefixes, or a prefix that needs its suffix."""
+    """Catches weights assigned to other prefixes, and a prefix that needs its suffix."""
     pairs = [
         prepare(text(tmp_path / f"{x}.txt", x, 400), tmp_path / f"{x}.v1").prefix for x in "ab"
     ]

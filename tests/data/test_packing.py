@@ -1,4 +1,4 @@
-"""Packing of whole examples: each once, none cut to fill a sequence, in an order without state."""
+"""Packing of whole examples: each once, none cut, in an order without state."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def make(
 
 
 def unpacked(dataset: ExampleDataset, indices: range) -> Counter[tuple[Ids, Ids]]:
-    """Return tokens and shifted labels of every document of these samples but the padding."""
+    """Return tokens and shifted labels of every document of these samples, without padding."""
     found: Counter[tuple[Ids, Ids]] = Counter()
     for index in indices:
         sample = dataset.sample(index)
@@ -86,8 +86,8 @@ def shifted(example: list[Ids]) -> tuple[Ids, Ids]:
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_an_epoch_holds_every_example_once(seed: int) -> None:
-    """Catches tokens that are lost, repeated, cut, or that have another's labels or positions."""
+def test_an_epoch_has_every_example_once(seed: int) -> None:
+    """Catches tokens that are lost, repeated or cut, or have the labels or positions of others."""
     examples = random_examples(seed)
     dataset = make(examples, seed=seed)
     size = dataset.samples_per_epoch
@@ -97,8 +97,8 @@ def test_an_epoch_holds_every_example_once(seed: int) -> None:
         assert found == Counter(map(shifted, examples))
 
 
-def test_samples_are_a_function_of_seed_and_index_alone() -> None:
-    """Catches state, an order that is the same in each epoch, and a seed that changes nothing."""
+def test_samples_depend_only_on_seed_and_index() -> None:
+    """Catches state, an order that is equal in each epoch, and a seed without effect."""
     examples = random_examples(1)
     fresh, used, other = make(examples), make(examples), make(examples, seed=1)
     size = fresh.samples_per_epoch
@@ -122,7 +122,7 @@ FITS = [(4,) * 16, (4,) * 16]
 
 
 def test_examples_too_long_or_without_labels_are_counted() -> None:
-    """Catches an example that is dropped silently, or stays without adding to the loss."""
+    """Catches an example silently dropped, and one without labels that is kept."""
     examples: list[list[Ids]] = [LONG, LATE, NONE, FITS]
     dataset = make(examples)
     found = unpacked(dataset, range(dataset.samples_per_epoch))
@@ -142,7 +142,7 @@ def test_examples_too_long_or_without_labels_are_counted() -> None:
 
 
 def first_row_that_fits(sizes: list[int], capacity: int) -> list[list[int]]:
-    """Return a best fit, found by looking at every sequence."""
+    """Return a best fit found by a search of all rows."""
     rows: list[list[int]] = []
     spaces: list[int] = []
     for item, size in enumerate(sizes):
@@ -158,8 +158,8 @@ def first_row_that_fits(sizes: list[int], capacity: int) -> list[list[int]]:
     return rows
 
 
-def test_best_fit_is_that_of_the_naive_search() -> None:
-    """Catches a row that overflows, and one that is opened though another has the space."""
+def test_best_fit_equals_a_search_of_all_rows() -> None:
+    """Catches a row that overflows, and a new row although another has space."""
     rng = np.random.default_rng(6)
     for _ in range(200):
         capacity = int(rng.integers(1, 30))
@@ -172,14 +172,14 @@ def test_best_fit_is_that_of_the_naive_search() -> None:
         assert sorted(filled) == sorted(int(sizes[row].sum()) for row in naive)
 
 
-def test_many_examples_are_packed_at_once() -> None:
-    """Catches a search whose time grows with the square: this one takes a part of a second."""
+def test_many_examples_are_packed_quickly() -> None:
+    """Catches a search whose time grows quadratically; this one takes a fraction of a second."""
     sizes = np.sort(np.random.default_rng(0).integers(1, 131_073, 100_000))[::-1].tolist()
     rows = best_fit(range(len(sizes)), sizes, 131_072)
     assert sum(sizes) / (len(rows) * 131_072) > 0.99
 
 
-def test_inspect_shows_what_a_run_would_see(
+def test_inspect_shows_the_samples_of_a_run(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Catches lengths, padding or labels other than those that are trained."""

@@ -1,4 +1,4 @@
-"""The prefetch thread: what it reads, what it says, and that it ends."""
+"""The prefetch thread: what it reads, its errors, and that it ends."""
 
 import threading
 from contextlib import closing
@@ -12,8 +12,8 @@ def prefetch_threads() -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if thread.name.startswith("isp-data")]
 
 
-def test_next_step_is_fetched_before_it_is_asked_for() -> None:
-    """Catches a prefetcher that only reads when asked, which would stall each step."""
+def test_the_next_step_is_fetched_before_it_is_requested() -> None:
+    """Catches a prefetcher that only reads on request, which would stall each step."""
     started = [threading.Event() for _ in range(4)]
     threads = []
 
@@ -27,20 +27,22 @@ def test_next_step_is_fetched_before_it_is_asked_for() -> None:
             assert prefetcher.get(step) == step * 10
             if step < 3:
                 assert started[step + 1].wait(timeout=10)
-    assert len(threads) == 4  # each step once, and none behind the last
+    assert len(threads) == 4  # each step once, and none after the last
     assert len(set(threads)) == 1
     assert prefetch_threads() == []
 
 
 def test_any_order_gives_the_right_step() -> None:
-    """Catches the result of the step that was being prefetched instead of the one asked for."""
+    """Catches the result of the prefetched step in place of the requested one."""
     with closing(Prefetcher(lambda step: step)) as prefetcher:
         for step in (0, 1, 7, 7, 3, 4, 0):
             assert prefetcher.get(step) == step
 
 
-def test_error_is_raised_to_the_caller_of_its_step() -> None:
-    """Catches an error lost in the thread, or raised a step too early, and a thread left behind."""
+def test_an_error_is_raised_when_its_step_is_requested() -> None:
+    """Catches an error lost in the thread or raised a step too early, and a thread that stays
+    alive.
+    """
 
     def fetch(step: int) -> int:
         if step == 2:
@@ -58,7 +60,7 @@ def test_error_is_raised_to_the_caller_of_its_step() -> None:
 
 
 def test_closing_waits_for_a_read_in_flight() -> None:
-    """Catches a thread that still reads while the process tears down."""
+    """Catches a thread that still reads while the process exits."""
     started, release, finished = threading.Event(), threading.Event(), threading.Event()
 
     def fetch(step: int) -> int:

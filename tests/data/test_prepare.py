@@ -1,4 +1,4 @@
-"""Text to a .bin/.idx pair."""
+"""`isp data prepare`: from text or examples to a .bin/.idx pair."""
 
 import itertools
 import os
@@ -16,7 +16,7 @@ from tests.data.chat_folder import CHATML_MARKED, chat_folder, write_lines
 from tests.data.test_tokenizer import write_tokenizer
 
 
-def test_writes_documents_with_one_eos_each(tmp_path: Path) -> None:
+def test_documents_are_written_with_one_eos_each(tmp_path: Path) -> None:
     """Catches a missing eos, and a summary whose numbers are not those of the files."""
     (tmp_path / "a.txt").write_text("hé")
     (tmp_path / "b.jsonl").write_text('{"body": "x"}\n{"body": ""}\n{"body": "yz"}\n')
@@ -29,16 +29,16 @@ def test_writes_documents_with_one_eos_each(tmp_path: Path) -> None:
     )
 
 
-def test_eos_that_is_already_there(tmp_path: Path) -> None:
-    """Catches an end of document written twice where the text brings its own."""
+def test_an_eos_of_the_text_is_not_doubled(tmp_path: Path) -> None:
+    """Catches an end of document written twice where the text has its own."""
     tokenizer = write_tokenizer(tmp_path / "t", ["</s>"])
     (tmp_path / "a.jsonl").write_text('{"text": "the cat"}\n{"text": "the cat </s>"}\n')
     prepare(str(tmp_path / "a.jsonl"), tmp_path / "p", tokenizer=str(tokenizer))
     assert [tokens.tolist() for tokens in IndexedDataset(tmp_path / "p")] == [[1, 2, 4]] * 2
 
 
-def test_again_gives_the_same_bytes(tmp_path: Path) -> None:
-    """Catches an append to what an earlier run wrote, and files that depend on the time."""
+def test_a_second_run_writes_the_same_bytes(tmp_path: Path) -> None:
+    """Catches output appended to that of an earlier run, and files that depend on the time."""
     (tmp_path / "a.txt").write_text("text")
     contents = []
     for output in (tmp_path / "p", tmp_path / "p.bin", str(tmp_path / "p.idx")):
@@ -48,15 +48,15 @@ def test_again_gives_the_same_bytes(tmp_path: Path) -> None:
     assert contents[0] == contents[1] == contents[2]
 
 
-def test_bad_line_leaves_nothing(tmp_path: Path) -> None:
-    """Catches half a pair after an error in the middle of the text."""
+def test_a_bad_line_leaves_no_files(tmp_path: Path) -> None:
+    """Catches a partial pair after an error in the middle of the text."""
     (tmp_path / "a.jsonl").write_text('{"text": "fine"}\n{"text"\n')
     with pytest.raises(ValueError, match=r"a\.jsonl, line 2 is not JSON"):
         prepare(str(tmp_path / "a.jsonl"), tmp_path / "p")
     assert os.listdir(tmp_path) == ["a.jsonl"]
 
 
-def test_inputs_that_cannot_be_prepared(tmp_path: Path) -> None:
+def test_pairs_and_empty_inputs_are_refused(tmp_path: Path) -> None:
     """Catches a pair tokenized a second time, and empty input written as an empty pair."""
     (tmp_path / "a.txt").write_text("text")
     prepare(str(tmp_path / "a.txt"), tmp_path / "p")
@@ -71,15 +71,15 @@ def test_inputs_that_cannot_be_prepared(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("output", ["file.txt/x", "file.txt/x/y"])
-def test_an_output_that_cannot_be_written(tmp_path: Path, output: str) -> None:
-    """Catches "File exists" alone, which does not say what is wrong with the output."""
+def test_an_output_that_cannot_be_written_is_refused(tmp_path: Path, output: str) -> None:
+    """Catches only "File exists", which does not say what is wrong with the output."""
     (tmp_path / "file.txt").write_text("text")
     with pytest.raises(ValueError, match=rf"^output=.*{output}: cannot write to .*: name a path"):
         prepare(str(tmp_path / "file.txt"), tmp_path / output)
 
 
-def test_prepared_examples_are_the_samples_of_their_lines(tmp_path: Path) -> None:
-    """Catches labels that are lost on disk, shifted, or of another example."""
+def test_prepared_examples_give_the_samples_of_their_lines(tmp_path: Path) -> None:
+    """Catches labels that are lost on disk, shifted, or those of another example."""
     folder = str(chat_folder(tmp_path / "model"))
     lines = [
         {
@@ -116,8 +116,8 @@ def test_prepared_examples_are_the_samples_of_their_lines(tmp_path: Path) -> Non
     assert (done.num_trained, done.num_dropped) == (trained, 1)
 
 
-def test_labels_of_an_older_pair_do_not_stay(tmp_path: Path) -> None:
-    """Catches text that is trained with the labels of what was there before."""
+def test_labels_of_an_older_pair_are_removed(tmp_path: Path) -> None:
+    """Catches text that is trained with the labels of an earlier pair."""
     tokens = str(write_lines(tmp_path / "a.jsonl", [{"input_ids": [1, 2], "labels": [-100, 2]}]))
     prepare(tokens, tmp_path / "p")
     assert (tmp_path / "p.labels.idx").exists()
@@ -128,7 +128,7 @@ def test_labels_of_an_older_pair_do_not_stay(tmp_path: Path) -> None:
 
 
 def test_a_pair_is_read_with_the_tokenizer_that_made_it(tmp_path: Path) -> None:
-    """Catches ids of one tokenizer that another's text and embeddings are taken for."""
+    """Catches ids of one tokenizer read as those of another."""
     made, *same = (
         str(write_tokenizer(tmp_path / name, specials))
         for name, specials in {
@@ -157,7 +157,7 @@ def test_a_pair_is_read_with_the_tokenizer_that_made_it(tmp_path: Path) -> None:
 
 
 def test_labels_of_other_lengths_are_refused(tmp_path: Path) -> None:
-    """Catches two pairs that were written at different times."""
+    """Catches tokens and labels that were written at different times."""
     for name, ids in (("p", [1, 2]), ("q", [1, 2, 3])):
         source = str(write_lines(tmp_path / f"{name}.jsonl", [{"input_ids": ids}]))
         prepare(source, tmp_path / name)
@@ -167,8 +167,8 @@ def test_labels_of_other_lengths_are_refused(tmp_path: Path) -> None:
         open_datasets(DataConfig(source=str(tmp_path / "p"), seq_len=2), seed=0)
 
 
-def test_examples_that_cannot_be_prepared(tmp_path: Path) -> None:
-    """Catches a pair without anything to train on, and half of one."""
+def test_examples_without_trained_tokens_are_refused(tmp_path: Path) -> None:
+    """Catches a pair without anything to train on, and a partial pair."""
     folder = str(chat_folder(tmp_path / "model", CHATML_MARKED))
     users = [{"messages": [{"role": "user", "content": "x"}]}]
     source = str(write_lines(tmp_path / "a.jsonl", users))

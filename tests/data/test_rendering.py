@@ -1,4 +1,4 @@
-"""Chat templates rendered as transformers does, and their errors."""
+"""Chat templates rendered as in transformers, and their errors."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ TALK: list[dict[str, Any]] = [
         ("{{ ''.__class__.__mro__ }}", "access to attribute '__class__' of 'str' object is unsafe"),
     ],
 )
-def test_any_fault_of_a_template_is_a_line(template: str, message: str) -> None:
-    """Catches a template that reaches Python, or whose error is a traceback or moves the cursor."""
+def test_any_error_of_a_template_is_one_line(template: str, message: str) -> None:
+    """Catches a template that reaches Python, and an error with a traceback or control codes."""
     with pytest.raises(TemplateFailure, match=message) as refused:
         render(template, TALK, variables={})
     assert str(refused.value).isprintable()
@@ -54,12 +54,12 @@ SCOPES = (
     "template", [SCOPES, QWEN3, GPT_OSS, GEMMA, "  {% if 1 %}\n a\n  {% endif %}"]
 )
 @pytest.mark.parametrize("prompt", [False, True])
-def test_text_is_that_of_transformers(template: str, prompt: bool) -> None:
-    """Catches other scopes, white space, names of reasoning or functions than theirs."""
+def test_rendered_text_equals_that_of_transformers(template: str, prompt: bool) -> None:
+    """Catches other variable scopes, white space, or names of reasoning and functions."""
     from transformers.utils import chat_template_utils
     from transformers.utils.chat_template_utils import render_jinja_template
 
-    # Releases before 5.22 hand `reasoning` to a template as it is.
+    # Releases before 5.22 pass `reasoning` to a template unchanged.
     renamed = "reasoning" in inspect.getsource(chat_template_utils)
     talk = [TALK[0], {**TALK[1], **({"reasoning": "R"} if renamed else {})}]
     talk[1].pop("name")

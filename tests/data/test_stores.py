@@ -1,4 +1,4 @@
-"""Stores joined and divided, and held-out documents."""
+"""Concatenated and split document stores, and held-out documents."""
 
 from pathlib import Path
 
@@ -30,7 +30,7 @@ def contents(store: TokenStore) -> list[list[int]]:
 
 
 def test_concat_and_subset_find_their_documents() -> None:
-    """Catches an offset that is wrong at the seam of two stores, or at an empty document."""
+    """Catches a wrong offset at the boundary of two stores, or at an empty document."""
     first, second = store_of([1, 2], [], [3]), store_of([4, 5, 6])
     joined = ConcatStore([first, second, store_of([], [7])])
     assert contents(joined) == [[1, 2], [], [3], [4, 5, 6], [], [7]]
@@ -41,7 +41,7 @@ def test_concat_and_subset_find_their_documents() -> None:
 
 
 def test_documents_are_named_by_their_source() -> None:
-    """Catches a message that sends the user to another file of several, or another document."""
+    """Catches a message that names another of several files, or another document."""
     first, second = (
         MemoryStore(name, [np.array([1])] * 2, dtype=np.dtype(np.int32)) for name in ("a", "b")
     )
@@ -55,8 +55,8 @@ def test_documents_are_named_by_their_source() -> None:
     assert PartStore("part", joined, np.array([3, 0])).where(0) == "b, document 1"
 
 
-def test_every_document_of_a_small_store_gets_its_eos() -> None:
-    """Catches eos twice, or not at all, where documents differ; an empty one stays empty."""
+def test_documents_get_an_eos_unless_they_have_one() -> None:
+    """Catches a doubled or missing eos where documents differ; an empty document stays empty."""
     ended = EndedStore(store_of([1, 9], [], [2], [9]), 9)
     assert contents(ended) == [[1, 9], [], [2, 9], [9]]
     assert ended.read(2, 1, 2).tolist() == [9]
@@ -64,10 +64,10 @@ def test_every_document_of_a_small_store_gets_its_eos() -> None:
 
 
 @pytest.mark.parametrize("ends_with_eos", [0.0, 0.4, 0.6, 1.0])
-def test_opening_looks_at_few_documents_of_many(
+def test_opening_reads_few_documents_of_many(
     ends_with_eos: float, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Catches an opening that reads the whole file, also if its documents differ."""
+    """Catches a start that reads the whole file, also if its documents differ."""
 
     class CountingStore(MemoryStore):
         reads = 0
@@ -86,14 +86,14 @@ def test_opening_looks_at_few_documents_of_many(
     assert ("are treated like most of these" in caplog.text) is (0 < ends_with_eos < 1)
 
 
-def test_held_out_is_stable_and_near_its_fraction() -> None:
-    """Catches a choice that moves when documents are added, or when the fraction grows."""
+def test_the_held_out_part_is_stable_and_near_its_fraction() -> None:
+    """Catches a choice that changes when documents are added, or when the fraction grows."""
     chosen = held_out(20_000, 0.1)
     assert 1_900 < chosen.sum() < 2_100
     np.testing.assert_array_equal(held_out(500, 0.1), chosen[:500])
     assert held_out(20_000, 0.2)[chosen].all()
     assert not held_out(1000, 0.0).any()
-    # The choice itself, so that an update does not leak held-out text into an old run.
+    # Spelled out, so that a new version does not train on held-out text of an old run.
     assert np.flatnonzero(chosen)[:5].tolist() == [2, 32, 33, 41, 42]
 
 
@@ -104,7 +104,7 @@ def write_documents(folder: Path, count: int) -> str:
 
 
 def test_train_and_held_out_share_no_document(tmp_path: Path) -> None:
-    """Catches evaluation on text that was trained on, and documents lost between the two."""
+    """Catches evaluation on trained text, and documents in neither part."""
     source = write_documents(tmp_path, 200)
     config = DataConfig(source=source, valid_fraction=0.2, seq_len=14)
     data = open_datasets(config, seed=3)
@@ -132,8 +132,8 @@ def test_held_out_does_not_depend_on_the_seed(tmp_path: Path) -> None:
     assert (first.train.sample(0).tokens != second.train.sample(0).tokens).any()
 
 
-def test_nothing_held_out_is_an_error(tmp_path: Path) -> None:
-    """Catches an evaluation that silently has no text, or leaves none to train on."""
+def test_an_empty_part_is_an_error(tmp_path: Path) -> None:
+    """Catches an evaluation that silently has no text, or leaves no text to train on."""
     source = write_documents(tmp_path, 1)
     for fraction, count in ((0.001, 0), (0.999, 14)):
         with pytest.raises(ValueError, match=rf"={fraction} holds out {count} of the 14 tokens"):
@@ -145,7 +145,7 @@ def test_nothing_held_out_is_an_error(tmp_path: Path) -> None:
 
 
 def test_the_end_of_a_single_text_is_held_out(tmp_path: Path) -> None:
-    """Catches a text that is trained on whole, or of which tokens are lost or in both parts."""
+    """Catches a text that is trained on whole, and tokens that are in no part or in both."""
     (tmp_path / "book.txt").write_text("abcdefghijklmno")  # and eos
     source = str(tmp_path / "book.txt")
     data = open_datasets(DataConfig(source=source, valid_fraction=0.25, seq_len=4), seed=3)
@@ -159,8 +159,8 @@ def test_the_end_of_a_single_text_is_held_out(tmp_path: Path) -> None:
     assert ": 1 document, 4 tokens" in data.valid.summary
 
 
-def test_text_without_documents(tmp_path: Path) -> None:
-    """Catches files of nothing that would surface as an empty dataset."""
+def test_files_without_text_are_refused(tmp_path: Path) -> None:
+    """Catches empty files that would show as an empty dataset."""
     (tmp_path / "blank.jsonl").write_text("\n\n")
     (tmp_path / "hollow").mkdir()
     (tmp_path / "hollow" / "x.txt").touch()
@@ -169,8 +169,8 @@ def test_text_without_documents(tmp_path: Path) -> None:
             open_datasets(DataConfig(source=source, seq_len=2), seed=0)
 
 
-def test_valid_source_is_named_in_its_errors(tmp_path: Path) -> None:
-    """Catches a message that sends the user to the wrong key."""
+def test_errors_of_valid_source_name_that_key(tmp_path: Path) -> None:
+    """Catches a message that names the wrong key."""
     source = write_documents(tmp_path, 9)
     with pytest.raises(FileNotFoundError, match=r"^data\.valid_source=gone does not exist"):
         open_datasets(DataConfig(source=source, valid_source="gone", seq_len=2), seed=0)
@@ -197,7 +197,7 @@ def test_text_and_pairs_mix_and_give_the_same_samples(tmp_path: Path) -> None:
     for i in range(text.samples_per_epoch + 2):
         for left, right in zip(text.sample(i), pair.sample(i), strict=True):
             np.testing.assert_array_equal(left, right)
-    # One half ends its documents itself, the other does not.
+    # The documents of one half end with eos already, those of the other do not.
     for i in range(both.samples_per_epoch):
         for left, right in zip(both.sample(i), mixed.sample(i), strict=True):
             np.testing.assert_array_equal(left, right)

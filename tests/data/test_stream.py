@@ -1,4 +1,4 @@
-"""Streams: every document once an epoch, and places from which any number of ranks resume."""
+"""Streams: every document once an epoch, and positions from which any number of ranks resume."""
 
 import json
 from collections.abc import Sequence
@@ -23,7 +23,7 @@ from tests.train.jobs import numbers, run_folders, run_forked, write_job
 
 
 def _files(folder: Path) -> list[Path]:
-    """Write files of 7, 1 and 4 documents, all different, and return their paths."""
+    """Write files of 7, 1 and 4 distinct documents, and return their paths."""
     folder.mkdir()
     return [
         write_lines(folder / f"{x}.jsonl", [{"text": f"{x}{i}" * (3 + i)} for i in range(count)])
@@ -31,10 +31,10 @@ def _files(folder: Path) -> list[Path]:
     ]
 
 
-def test_an_epoch_has_every_document_once_from_any_place(
+def test_an_epoch_has_every_document_once_from_any_position(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Catches a document lost at the end of a block, file or epoch, or a place that is off."""
+    """Catches a document lost at the end of a block, file or epoch, and a position off by one."""
     monkeypatch.setattr(stream, "BLOCK", 3)
     files = _files(tmp_path / "text")
 
@@ -72,10 +72,10 @@ def test_an_epoch_has_every_document_once_from_any_place(
     assert not np.array_equal(opened(seed=2).sample(0)[:3], samples[0][:3])
 
 
-def test_a_run_resumes_on_other_ranks_from_its_place(
+def test_a_stream_resumes_on_other_ranks_from_its_position(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Catches batches that depend on ranks, and a run that begins the stream anew."""
+    """Catches batches that depend on ranks, and a run that restarts the stream."""
     job = write_job(tmp_path)
     for name in ("x", "y"):
         _files(tmp_path / name)
@@ -142,11 +142,11 @@ def streamed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]
     ],
     ids=["no mixture", "a source", "a seed", "a column", "a weight", "a batch", "no stream"],
 )
-def test_a_stream_without_a_place_is_refused(
+def test_a_checkpoint_without_a_stream_position_is_refused(
     streamed: tuple[Path, list[str]], words: str, why: str
 ) -> None:
-    """Catches a source read again from its beginning, or from a place of another one, where
-    `checkpoint.allow_changes` was given for something else.
+    """Catches a source read again from its start, or from the position of another source, where
+    `checkpoint.allow_changes` was set for another change.
     """
     job, before = streamed
     now = [*before, "--training.steps=2", words.format(job.parent)]
@@ -167,10 +167,10 @@ def test_a_stream_without_a_place_is_refused(
 
 
 @pytest.mark.parametrize("place", [None, [0], [[0] * 5], [[0] * 5, [0, 0, 0, 0, -1]], "place"])
-def test_a_place_of_another_form_is_refused(
+def test_a_malformed_stream_position_is_refused(
     streamed: tuple[Path, list[str]], place: object
 ) -> None:
-    """Catches a traceback, or a source begun again, for a value that is no place."""
+    """Catches a traceback, or a source read again, for a value that is no position."""
     job, words = streamed
     config, info = load_config(job, words), newest_at(run_folders(job)[0])
     shared = {**info.manifest.shared, "stream": place}
@@ -180,8 +180,8 @@ def test_a_place_of_another_form_is_refused(
         stream_place(other, config)
 
 
-def test_a_place_holds_under_another_signature(streamed: tuple[Path, list[str]]) -> None:
-    """Catches a source read again from its beginning since its URL was signed anew, or is kept
+def test_a_position_stays_valid_when_a_url_is_signed_anew(streamed: tuple[Path, list[str]]) -> None:
+    """Catches a source read again from its start because its URL has a new signature, or was saved
     without its credentials.
     """
     job, _ = streamed

@@ -60,9 +60,9 @@ def _writers(folder: Path, lines: list[dict[str, Any]]) -> dict[str, Callable[[]
     }
 
 
-def test_tables_give_the_samples_of_lines(tmp_path: Path) -> None:
-    """Catches rows that are lost or reordered, and keys that are null taken for given ones, also in
-    lines of JSON, and below messages.
+def test_tables_give_the_samples_of_json_lines(tmp_path: Path) -> None:
+    """Catches rows that are lost or reordered, and null keys taken as given, also in lines of JSON
+    and inside messages.
     """
     pa = pytest.importorskip("pyarrow")
     template = CHATML.replace("message.content", "message | tojson")
@@ -99,8 +99,10 @@ def test_tables_give_the_samples_of_lines(tmp_path: Path) -> None:
     assert samples(opened(str(prepare(path, tmp_path / "pair").prefix)).train) == expected
 
 
-def test_saved_folders_that_are_not_one_table(tmp_path: Path) -> None:
-    """Catches rows that were filtered out but are trained, and splits that are joined."""
+def test_folders_of_several_splits_and_damaged_files_are_refused(tmp_path: Path) -> None:
+    """Catches splits that are concatenated, a traceback for a damaged file, and a folder of files
+    taken for a saved dataset.
+    """
     datasets = pytest.importorskip("datasets")
     whole = datasets.Dataset.from_list([{"text": "abcdefgh"}] * 4)
     datasets.DatasetDict(train=whole, test=whole).save_to_disk(tmp_path / "both")
@@ -116,8 +118,8 @@ def test_saved_folders_that_are_not_one_table(tmp_path: Path) -> None:
     assert opened(tmp_path / "other").train.samples_per_epoch == 1
 
 
-def test_rows_without_text(tmp_path: Path) -> None:
-    """Catches a key called missing that is null, and a traceback for bytes that are no text, or for
+def test_rows_without_text_are_refused(tmp_path: Path) -> None:
+    """Catches a null key reported as missing, and a traceback for bytes that are no text, or for
     values that Python cannot represent.
     """
     pa = pytest.importorskip("pyarrow")
@@ -137,7 +139,7 @@ def test_rows_without_text(tmp_path: Path) -> None:
             opened(tmp_path / "a.parquet")
 
 
-def test_a_package_or_a_network_that_is_missing(
+def test_a_missing_package_or_network_is_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Catches a traceback in place of the extra to install, or of what is wrong with a URL."""
@@ -155,8 +157,8 @@ def test_a_package_or_a_network_that_is_missing(
 
 
 def test_remote_files_are_copied_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches an old copy of a file that has changed, a .bin without its .idx, files of one name
-    of which one is kept, and other files in a saved dataset that are read as text.
+    """Catches an old copy of a changed file, a .bin without its .idx, two files of one name of
+    which one is kept, and other files of a saved dataset read as text.
     """
     fsspec = pytest.importorskip("fsspec")
     monkeypatch.setenv("ISP_CACHE", str(tmp_path / "cache"))
@@ -194,7 +196,7 @@ def test_remote_files_are_copied_once(tmp_path: Path, monkeypatch: pytest.Monkey
         opened("memory://none/a.txt")
 
 
-def test_one_rank_copies_and_the_others_wait(
+def test_one_rank_of_a_machine_downloads_a_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Catches a file that every rank of a machine downloads."""
@@ -238,8 +240,8 @@ def test_the_query_of_a_url_is_not_its_suffix(
     assert samples(remote) == samples(opened(local).train)
 
 
-def test_the_other_formats_of_conversations(tmp_path: Path) -> None:
-    """Catches a prompt that is trained, an answer without its end, and another name of a role."""
+def test_other_formats_of_conversations_are_read(tmp_path: Path) -> None:
+    """Catches a prompt that is trained, an answer without its end, and other names of roles."""
     keys = {"tokenizer": str(chat_folder(tmp_path / "model")), "seq_len": 128}
     chat = samples(opened(write_lines(tmp_path / "a.jsonl", [{"messages": TALK}]), **keys).train)
     path = write_lines(tmp_path / "b.jsonl", [{"conversations": SHAREGPT}])

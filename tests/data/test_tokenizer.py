@@ -1,4 +1,4 @@
-"""Tokenizers: bytes, and tokenizer.json files made here."""
+"""Tokenizers: bytes, and tokenizer.json files made by the tests."""
 
 import json
 import re
@@ -17,7 +17,7 @@ TEXTS = ["", "plain", "naïve — 東京 🎉", "\0\n\r\t", "\U0010ffff"]
 
 @pytest.mark.parametrize("text", TEXTS)
 def test_bytes_round_trip(text: str) -> None:
-    """Catches any other encoding than UTF-8, and an eos that shows in the text."""
+    """Catches an encoding other than UTF-8, and an eos that shows in the text."""
     tokenizer = ByteTokenizer()
     tokens = tokenizer.encode(text)
     assert tokens.tolist() == list(text.encode())
@@ -30,8 +30,8 @@ def test_bytes_ids_are_within_the_vocabulary() -> None:
     assert 255 < tokenizer.eos_id < tokenizer.vocab_size == 257
 
 
-def test_bytes_decode_survives_a_cut_and_padding_ids() -> None:
-    """Catches an exception, or wrapped-around ids, when a sample of a model is shown."""
+def test_bytes_decode_accepts_incomplete_text_and_padding_ids() -> None:
+    """Catches an exception, or ids that wrap around, when a sample of a model is shown."""
     tokens = np.array([*"é".encode()[:1], 65, 256, 300])
     assert ByteTokenizer().decode(tokens) == "\ufffdA"
 
@@ -55,7 +55,7 @@ IDS = {"<s>": 4, "<b>": 5, "</s>": 6}
 
 
 def template(*begin: str, end: str | None = None) -> dict[str, Any]:
-    """Return the post-processor that puts these tokens around a text."""
+    """Return a post-processor that adds these tokens before and after a text."""
     names = [*begin, *([end] if end else [])]
 
     def special(name: str) -> dict[str, Any]:
@@ -74,7 +74,7 @@ def template(*begin: str, end: str | None = None) -> dict[str, Any]:
 
 
 def test_hf_file_and_folder_are_the_same(tmp_path: Path) -> None:
-    """Catches a folder that is not looked into."""
+    """Catches a folder in which tokenizer.json is not found."""
     file = write_tokenizer(tmp_path, ["</s>"])
     for path in (file, tmp_path):
         tokenizer = load_tokenizer(str(path))
@@ -85,12 +85,12 @@ def test_hf_file_and_folder_are_the_same(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["</s>", "<|endoftext|>", "<eos>", "<|end_of_text|>", "[EOS]"])
 def test_hf_finds_common_eos(tmp_path: Path, name: str) -> None:
-    """Catches a common family of models that would need `eos_token`."""
+    """Catches a common model family that would need `eos_token`."""
     assert HFTokenizer(write_tokenizer(tmp_path, ["<pad>", name])).eos_id == 5
 
 
-def test_hf_eos_precedence(tmp_path: Path) -> None:
-    """Catches a guess that wins over what the user, or the tokenizer's own config, says."""
+def test_hf_eos_of_the_user_precedes_that_of_the_folder(tmp_path: Path) -> None:
+    """Catches a guess that overrides the user's key or the tokenizer's own config."""
     file = write_tokenizer(tmp_path, ["</s>", "<mine>", "<theirs>"])
     config = tmp_path / "tokenizer_config.json"
     for declared in ("<theirs>", {"content": "<theirs>", "lstrip": False}):
@@ -102,7 +102,7 @@ def test_hf_eos_precedence(tmp_path: Path) -> None:
 
 
 def test_hf_truncation_and_padding_are_switched_off(tmp_path: Path) -> None:
-    """Catches documents cut to the length some fine-tuning script left in the file."""
+    """Catches documents cut to a length that a fine-tuning script stored in the file."""
     file = write_tokenizer(tmp_path, ["</s>"], enable_truncation=2)
     assert len(HFTokenizer(file).encode("the cat sat the cat")) == 5
 
@@ -131,12 +131,12 @@ PROCESSORS: dict[str, tuple[dict[str, Any] | None, tuple[int, ...]]] = {
     ),
     "bert": ({"type": "BertProcessing", "sep": ["</s>", 6], "cls": ["<s>", 4]}, (4,)),
 }
-"""Post-processors of a tokenizer.json, and the tokens that they put before a text."""
+"""Post-processors of a tokenizer.json, and the tokens that they add before a text."""
 
 
 @pytest.mark.parametrize("name", PROCESSORS)
 def test_hf_begins_texts_as_transformers_does(tmp_path: Path, name: str) -> None:
-    """Catches a first token that a model is asked with, and was not trained with."""
+    """Catches a BOS token in prompts that training did not have."""
     from transformers import AutoTokenizer
 
     processor, bos = PROCESSORS[name]
@@ -153,8 +153,8 @@ def test_hf_begins_texts_as_transformers_does(tmp_path: Path, name: str) -> None
     assert with_bos(with_bos(text, bos), bos).tolist() == [*bos, 1, 2]  # a text that brings its own
 
 
-def test_hf_without_eos(tmp_path: Path) -> None:
-    """Catches a run whose documents have no end, and a message without the way out."""
+def test_hf_without_eos_is_refused(tmp_path: Path) -> None:
+    """Catches a run whose documents have no end, and a message that does not say what to do."""
     file = write_tokenizer(tmp_path, ["<odd>"])
     with pytest.raises(ValueError, match=r"usual end-of-document.*data\.eos_token"):
         HFTokenizer(file)
@@ -166,8 +166,10 @@ def test_hf_without_eos(tmp_path: Path) -> None:
         HFTokenizer(file)
 
 
-def test_hf_missing_and_broken_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches a bare exception of the library where the user needs the key and the path."""
+def test_hf_missing_and_broken_files_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Catches the library's exception without the key and the path."""
     pytest.importorskip("tokenizers")
     with pytest.raises(FileNotFoundError, match=r"data\.tokenizer=.*none.* does not exist"):
         load_tokenizer(str(tmp_path / "none"))
@@ -178,7 +180,7 @@ def test_hf_missing_and_broken_files(tmp_path: Path, monkeypatch: pytest.MonkeyP
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(ValueError, match=r"not a usable tokenizer\.json"):
         load_tokenizer(str(tmp_path))
-    monkeypatch.setattr(tokenizer_module, "read_limited", _refuse)  # as root may read any file
+    monkeypatch.setattr(tokenizer_module, "read_limited", _refuse)  # since root may read any file
     with pytest.raises(ValueError, match=r"data\.tokenizer=.*json cannot be read: Permission"):
         load_tokenizer(str(tmp_path))
 
@@ -187,15 +189,15 @@ def _refuse(path: Path, _: int) -> bytes:
     raise PermissionError(13, "Permission denied", str(path))
 
 
-def test_hf_missing_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches a bare ModuleNotFoundError where a pip command would help."""
+def test_hf_missing_package_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a ModuleNotFoundError without the pip command."""
     (tmp_path / "tokenizer.json").write_text("{}")
     monkeypatch.setitem(sys.modules, "tokenizers", None)
     with pytest.raises(ValueError, match=r"setup_env\.sh hf \(or pip install tokenizers\)"):
         load_tokenizer(str(tmp_path))
 
 
-def test_hf_ids_beyond_any_model(tmp_path: Path) -> None:
+def test_hf_huge_ids_are_refused(tmp_path: Path) -> None:
     """Catches an id that overflows later, and a vocabulary of gigabytes."""
     path = write_tokenizer(tmp_path / "t", ["</s>"])
     text = path.read_text()

@@ -1,5 +1,5 @@
-"""Rows of conversations in the formats of data sets: the text and its trained parts, or the
-key that is refused.
+"""Rows of conversations in the formats of public datasets: text and trained parts, or refused
+keys.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ TEMPLATE = (
     "{%- endfor %}{% endfor %}{{- '<|im_end|>' }}{% endfor %}"
     "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{% endif %}"
 )
-"""Writes tools and tool calls, whose arguments have to be objects."""
+"""A template with tools and tool calls whose arguments must be objects."""
 
 JOINS = TEMPLATE.replace(
     "{%- for key, value in c.function.arguments.items() %}{{- ' ' ~ key ~ '=' ~ value }}"
     "{%- endfor %}",
     "{{- ' ' + c.function.arguments }}",
 )
-"""Writes arguments that have to be text, as DeepSeek's templates do."""
+"""A template with arguments that must be text, like DeepSeek's."""
 
 
 def shown(folder: Path, path: Path) -> list[str]:
@@ -58,7 +58,7 @@ def shown(folder: Path, path: Path) -> list[str]:
 
 
 def written(*turns: tuple[str, str]) -> str:
-    """What the template writes; the assistant's are trained."""
+    """Return the text of the template; the assistant's turns are trained."""
     return "".join(
         f"<|im_start|>{role}\n[[{content}<|im_end|>]]"
         if role == "assistant"
@@ -172,7 +172,7 @@ def test_every_key_of_a_row_is_used(tmp_path: Path, row: dict[str, Any], text: s
 
 
 def test_both_answers_of_a_pair_begin_with_the_system_message(tmp_path: Path) -> None:
-    """Catches a system message of which only a prompt that is given knows."""
+    """Catches a system message that is only used if the row has a prompt."""
     folder = chat_folder(tmp_path / "model", TEMPLATE)
     row = {"system": "S", "chosen": TURNS, "rejected": [GPT[0], {"from": "gpt", "value": "B"}]}
     row["rejected"][0] = TURNS[0]
@@ -180,8 +180,8 @@ def test_both_answers_of_a_pair_begin_with_the_system_message(tmp_path: Path) ->
     assert shown(folder, write_lines(tmp_path / "a.jsonl", [row])) == expected
 
 
-def test_a_template_keeps_the_roles_that_it_has(tmp_path: Path) -> None:
-    """Catches a role of the template's own that is renamed."""
+def test_roles_that_a_template_has_are_kept(tmp_path: Path) -> None:
+    """Catches a role of the template that is renamed."""
     own = TEMPLATE.replace(
         "m.content or ''", "m.content or ('?' if m['role'] in ['bot', 'developer'] else '')"
     )
@@ -192,8 +192,10 @@ def test_a_template_keeps_the_roles_that_it_has(tmp_path: Path) -> None:
     ]
 
 
-def test_a_template_that_renames_the_assistant_itself(tmp_path: Path) -> None:
-    """Catches turns of the role `model` without loss, since a template compares with that, too."""
+def test_the_role_model_is_the_assistant_if_a_template_renames_it(tmp_path: Path) -> None:
+    """Catches turns of the role `model` without loss because the template also compares with
+    `model`.
+    """
     renames = TEMPLATE.replace(
         "{{- '<|im_start|>' + m.role",
         "{%- set role = 'model' if m.role == 'assistant' else m.role %}"
@@ -218,10 +220,10 @@ def test_a_template_that_renames_the_assistant_itself(tmp_path: Path) -> None:
         ("{{- ' ' ~ ARGUMENTS | dictsort ~ ARGUMENTS | length }}", "[('a', 'é')]1"),
     ],
 )
-def test_arguments_that_are_json_text_are_written_in_either_form(
+def test_tool_arguments_may_be_json_text_or_objects(
     tmp_path: Path, expression: str, text: str
 ) -> None:
-    """Catches arguments that a template cannot write, or writes as Python writes a dict."""
+    """Catches arguments that a template cannot write, or writes as a Python dict."""
     template = JOINS.replace(
         "{{- ' ' + c.function.arguments }}", expression.replace("ARGUMENTS", "c.function.arguments")
     )
@@ -310,7 +312,7 @@ def test_arguments_that_are_json_text_are_written_in_either_form(
 def test_unknown_keys_are_refused_with_row_and_key(
     tmp_path: Path, row: dict[str, Any], fault: str
 ) -> None:
-    """Catches a key that would change the text or the loss, and is dropped without a word."""
+    """Catches a key that would change the text or the loss but is silently dropped."""
     folder = chat_folder(tmp_path / "model", TEMPLATE)
     path = write_lines(tmp_path / "a.jsonl", [row])
     with pytest.raises(ValueError, match=f"a.jsonl, line 1.* {fault}") as refused:
@@ -344,7 +346,7 @@ def test_unknown_keys_are_refused_with_row_and_key(
 def test_messages_that_a_template_leaves_out_are_refused(
     tmp_path: Path, row: dict[str, Any], template: str, fault: str
 ) -> None:
-    """Catches an empty turn that is trained in place of a call, and a system message left out."""
+    """Catches an empty turn that is trained in place of a tool call, and a lost system message."""
     folder = chat_folder(tmp_path / "model", template)
     with pytest.raises(ValueError, match=f"a.jsonl, line 1: {fault}"):
         shown(folder, write_lines(tmp_path / "a.jsonl", [row]))
@@ -361,8 +363,8 @@ def test_messages_that_a_template_leaves_out_are_refused(
         ("'' + c.function.arguments", '{"a":"x"}'),
     ],
 )
-def test_a_call_may_be_written_without_its_name(tmp_path: Path, part: str, text: str) -> None:
-    """Catches the refusal of a template that writes the id of a call, which has its name in it."""
+def test_a_tool_call_may_be_written_without_its_name(tmp_path: Path, part: str, text: str) -> None:
+    """Catches the refusal of a template that writes only the id or the arguments of a call."""
     template = JOINS.replace("+ c.function.name", "").replace("' ' + c.function.arguments", part)
     row = call('{"a":"x"}', content="")
     row["messages"][1]["tool_calls"][0]["id"] = "functions.add:0"
@@ -373,8 +375,8 @@ def test_a_call_may_be_written_without_its_name(tmp_path: Path, part: str, text:
     ]
 
 
-def test_keys_that_are_not_used_are_listed_once(tmp_path: Path) -> None:
-    """Catches metadata that is refused, or that a log of every row speaks of."""
+def test_unused_keys_are_logged_once(tmp_path: Path) -> None:
+    """Catches metadata that are refused, or logged for every row."""
     folder = str(chat_folder(tmp_path / "model", TEMPLATE))
     rows: list[dict[str, Any]] = [
         {"id": 1, "messages": TURNS, "source": "x", "tools": [{"name": "f"}]},

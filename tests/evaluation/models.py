@@ -1,4 +1,4 @@
-"""Small models of transformers in float64, and their continuations of prompts."""
+"""Small models of transformers in float64, and their greedy continuations of prompts."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ __all__ = [
 
 WINDOW = 9
 _SIZES = {
-    "vocab_size": 258,  # which 4 ranks do not divide
+    "vocab_size": 258,  # does not divide by 4 ranks
     "hidden_size": 32,
     "num_hidden_layers": 2,
     "num_attention_heads": 8,
@@ -77,13 +77,14 @@ HYBRIDS = (
     "deepseek_v32",
     "minimax_m3_vl_text (sparse)",
 )
-"""Those that convolve, scan or choose keys, mamba2 without any attention; mtp leaves olmo_hybrid's
-whole."""
+"""Families with convolutions, scans or key choice; mamba2 has no attention, and mtp does not split
+olmo_hybrid.
+"""
 DECODER = ("llama", "qwen3")
-"""Those that the decoder computes; their angles are not rounded, as the decoder's are not."""
+"""Families that the decoder computes; their rotary angles are not rounded, like the decoder's."""
 
 PROMPTS = [[5, 3, 9], [7] + [(11 * i) % 151 for i in range(2 * WINDOW)], [1]]
-"""Of unequal lengths; the second is longer than the window, others come to it."""
+"""Prompts of unequal lengths; the second exceeds the window, others reach it during generation."""
 
 
 @cache
@@ -118,9 +119,10 @@ def made(family: str) -> Any:
 
 
 def _without_ties(model: Any) -> Any:
-    """Return a model whose indexers have no ties: two heads are never both zero after the ReLU.
+    """Return the model with indexers that have no ties: two heads are never both zero after the
+    ReLU.
 
-    Which of several equal keys is chosen depends on how many there are.
+    The choice between equal keys depends on their number, so layouts could differ.
     """
     for name, parameter in model.named_parameters():
         if name.endswith("indexer.wq_b.weight"):

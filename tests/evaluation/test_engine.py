@@ -1,7 +1,4 @@
-"""Logits of packed documents equal those of transformers in each layout.
-
-Catches wrong masks, states at the beginnings of documents, padding, and gathers.
-"""
+"""Logits of packed documents equal those of transformers in each layout."""
 
 from __future__ import annotations
 
@@ -21,7 +18,7 @@ from tests.evaluation.models import FAMILIES, HYBRIDS, PROMPTS, made, read
 from tests.ranks import run_each
 
 COUNTS = [1, 7, 1]
-"""Logits behind so many of the last tokens of each prompt."""
+"""For each prompt, the number of last tokens whose logits are requested."""
 
 plain = cache(made)
 
@@ -40,7 +37,7 @@ def logits_of(rank: int, case: tuple[str, ParallelConfig]) -> Tensor:
     mesh, cpu = Mesh(Topology.create(parallel.tensor.size, parallel), rank), torch.device("cpu")
     built = build_model(traced(family), parallel, mesh, seed=None, device=cpu, dtype=torch.float64)
     engine = Engine(built, mesh, cpu)
-    engine.logits(PROMPTS[:1], [2])  # a prompt more leaves nothing behind
+    engine.logits(PROMPTS[:1], [2])  # an additional prompt must not change later results
     return engine.logits(PROMPTS, COUNTS)
 
 
@@ -55,11 +52,13 @@ def check(found: Tensor, family: str, name: str) -> None:
 
 
 @pytest.mark.parametrize("family", [*FAMILIES, *HYBRIDS])
-def test_logits_are_those_of_transformers(family: str) -> None:
+def test_logits_equal_those_of_transformers(family: str) -> None:
+    """Catches wrong masks, states at the start of documents, padding, and gathers."""
     check(logits_of(0, (family, ParallelConfig())), family, family)
 
 
-def test_logits_are_the_same_in_every_layout() -> None:
+def test_logits_are_equal_in_every_layout() -> None:
+    """Catches wrong masks, states, padding and gathers of one layout."""
     cases = {f"gemma3_text {mode}": ("gemma3_text", parallel_of(mode, 2)) for mode in Mode}
     cases["gpt2 isp"] = "gpt2", parallel_of(Mode.ISP, 2)
     hybrids = "qwen3_next", "jamba", "olmo_hybrid", "deepseek_v32", "minimax_m3_vl_text (sparse)"

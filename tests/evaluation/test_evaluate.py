@@ -1,8 +1,4 @@
-"""Losses by position and passkeys.
-
-Catches a wrong position, a layout that reads other tokens, a prompt that is too long, and a wrong
-key.
-"""
+"""Losses by position, and passkeys."""
 
 from __future__ import annotations
 
@@ -45,7 +41,7 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def evaluated(folder: Path, *words: str) -> Evaluation:
-    """Run the command on rows of 32 tokens and return its result, read from its file."""
+    """Run the command on rows of 32 tokens and return the result that it writes."""
     words = ("--lengths=5,8,32", "--keys=0", f"--output={folder}", *words)
     assert main(["evaluate", *words]) == 0
     return Evaluation.load(folder / "evaluation.json")
@@ -58,7 +54,7 @@ def losses(evaluation: Evaluation) -> list[float]:
 
 @pytest.fixture(scope="module")
 def run(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of one step in float64."""
+    """Return the folder of a run of one step in float64."""
     folder = tmp_path_factory.mktemp("run")
     (folder / "config.yaml").write_text(CONFIG.replace("TEXT", str(text)))
     words = ["--job.dump_folder", str(folder), "--job.name", "run"]
@@ -66,7 +62,8 @@ def run(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "run" / "latest"
 
 
-def test_the_mean_is_the_loss_of_the_runs_own_evaluation(run: Path, tmp_path: Path) -> None:
+def test_the_mean_equals_the_validation_loss_of_the_run(run: Path, tmp_path: Path) -> None:
+    """Catches a wrong position, and other held-out tokens than those of the run."""
     (record,) = read_metrics(RunFolder(run).metrics_file)
     found = evaluated(tmp_path, str(run), "--rows=6", "--batch-tokens=100")
     assert found.trained_length == LENGTH
@@ -76,15 +73,16 @@ def test_the_mean_is_the_loss_of_the_runs_own_evaluation(run: Path, tmp_path: Pa
     assert found.text.loss_within(LENGTH) == pytest.approx(record.val_loss, rel=0, abs=1e-9)
 
 
-def test_the_file_of_a_run_leaves_its_micro_batches_to_the_ranks(run: Path) -> None:
-    """Catches a saved data.micro_num that holds only for the ranks that wrote it."""
+def test_the_saved_micro_num_does_not_limit_the_ranks(run: Path) -> None:
+    """Catches a saved data.micro_num that only fits the ranks of the run."""
     config = load_config(run / "config.yaml")
     assert config.for_ranks(2).data.num_micro_batches == 1
 
 
-def test_ranks_are_started_and_one_of_them_writes(
+def test_ranks_are_started_and_one_writes_the_result(
     run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Catches results that differ from those of one rank, and files that each rank writes."""
     words = (str(run), "--lengths=5,33,150", "--rows=1", "--keys=2", "--depths=2")
     alone = evaluated(tmp_path, *words)
     monkeypatch.setattr(launch_module, "launch", launch_forked)
@@ -108,8 +106,8 @@ def of_layout(rank: int, case: tuple[Path, Path, int, list[str]]) -> list[float 
     return [bucket.loss for bucket in found.buckets]
 
 
-def test_every_layout_finds_the_same(run: Path, text: Path, tmp_path: Path) -> None:
-    """Catches a layout with other results, for a run and folders; rows are not divisible by 4."""
+def test_every_layout_gives_the_same_results(run: Path, text: Path, tmp_path: Path) -> None:
+    """Catches a layout with other results, for a run and for folders; rows do not divide by 4."""
     models = {
         "run": (run, ("mtp", "isp")),
         "qwen3": (saved("qwen3", tmp_path / "qwen3"), ("fsp", "isp")),
@@ -127,8 +125,8 @@ def test_every_layout_finds_the_same(run: Path, text: Path, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3_text"])
-def test_losses_are_those_of_transformers(family: str, text: Path, tmp_path: Path) -> None:
-    """Catches losses that differ from transformers', for a checkpoint and a plain folder."""
+def test_losses_equal_those_of_transformers(family: str, text: Path, tmp_path: Path) -> None:
+    """Catches losses that differ from transformers', for a checkpoint and for a folder."""
     write = checkpoint_of if family == "llama" else saved
     folder = write(family, tmp_path / family)
     words = ["--tokenizer=bytes", "--dtype=float64", "--rows=2", f"--data={text}"]
@@ -143,7 +141,7 @@ def test_losses_are_those_of_transformers(family: str, text: Path, tmp_path: Pat
             read.append(torch.nn.functional.cross_entropy(logits, row[1:], reduction="none"))
     sums = {
         tuple(float(x[a:b].sum()) for a, b in ((0, 5), (5, 8), (8, 32))) for x in read
-    }  # the two rows that were read are two of these
+    }  # the two evaluated rows are among these
     expected = {tuple(a + b for a, b in zip(x, y, strict=True)) for x in sums for y in sums - {x}}
     assert found.text is not None
     mine = [(bucket.loss or 0.0) * bucket.tokens for bucket in found.text.buckets]
@@ -151,18 +149,19 @@ def test_losses_are_those_of_transformers(family: str, text: Path, tmp_path: Pat
 
 
 def asked() -> list[Passkey]:
-    """Return prompts with answers that the plain model writes, and with others."""
+    """Return prompts with answers that the plain model writes, and prompts with other answers."""
     found = []
     for number in range(10, 40):
         prompt = f"number {number} is"
         tokens = written(made("llama"), list(prompt.encode()), 2)
-        with suppress(ValueError):  # of tokens that are no bytes, or no text
+        with suppress(ValueError):  # tokens that are no bytes, or bytes that are no text
             text = bytes(tokens).decode()
-            wrong = f"{text[:-1]}?"  # at its end
+            wrong = f"{text[:-1]}?"  # wrong in its last token
             found.append(Passkey(text, prompt, text))
-            found.append(Passkey(text, prompt, f"{text}\0"))  # found whatever follows the key
+            # the text after the key does not matter
+            found.append(Passkey(text, prompt, f"{text}\0"))
             found.append(Passkey(wrong, prompt, wrong))
-            found.append(Passkey(text, f"{prompt} ", text))  # after another prompt
+            found.append(Passkey(text, f"{prompt} ", text))  # the right key after another prompt
     return found
 
 
@@ -180,9 +179,10 @@ def found_by_layout(rank: int, case: tuple[Path, int, str]) -> list[int]:
     return [count_found(engine, source, batch) for batch in (*([one] for one in every), every)]
 
 
-def test_a_key_is_found_where_greedy_decoding_writes_it(tmp_path: Path) -> None:
-    """Catches a wrong position, a last token that is ignored, tokens of another prompt, and a rank
-    with only its part of the logits."""
+def test_a_key_is_found_if_greedy_decoding_writes_it(tmp_path: Path) -> None:
+    """Catches a wrong position, an ignored last token, tokens of another prompt, and a rank that
+    only has its part of the logits.
+    """
     path = saved("llama", tmp_path)
     expected = [int(is_written(passkey)) for passkey in asked()]
     assert 3 < sum(expected) < len(expected) - 3
@@ -197,7 +197,8 @@ def byte_prompts(digits: int) -> PasskeyPrompts:
     return PasskeyPrompts(lambda text: ByteTokenizer().encode(text).tolist(), digits=digits)
 
 
-def test_prompts_are_as_long_as_they_can_be() -> None:
+def test_prompts_are_as_long_as_the_length_allows() -> None:
+    """Catches a prompt that is too long or needlessly short, and a key at the wrong depth."""
     prompts = byte_prompts(3)
     for length in (prompts.shortest, 150, 1000):
         for first, depth in enumerate((0.0, 0.3, 1.0)):
@@ -211,14 +212,14 @@ def test_prompts_are_as_long_as_they_can_be() -> None:
         prompts.make("407", length=prompts.shortest - 1, depth=0.0)
 
 
-def test_fillers_begin_with_any_sentence() -> None:
-    """Catches prompts that differ only in their keys, which are found all or not at all."""
+def test_fillers_begin_with_different_sentences() -> None:
+    """Catches prompts that only differ in their keys, of which all or none are found."""
     drawn = [byte_prompts(3).draw(random.Random(i), length=300, depth=1.0) for i in range(40)]
     assert len({passkey.prompt.split(".")[0] for passkey in drawn}) == 5
     assert len({passkey.key for passkey in drawn}) > 20
 
 
-def test_prompts_fit_in_tokens_of_several_letters() -> None:
+def test_prompts_fit_with_tokens_of_several_letters() -> None:
     """Catches a prompt too long under byte-pair encoding, where keys have one to five tokens."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
@@ -245,15 +246,17 @@ def test_prompts_fit_in_tokens_of_several_letters() -> None:
 
 
 def test_losses_that_are_not_finite_are_none() -> None:
+    """Catches a mean over buckets of which one has no finite loss."""
     parts = ((0, 2, 4, 1.0), (2, 4, 8, None), (4, 8, 0, None))
     buckets = [PositionBucket(begin=a, end=b, tokens=n, loss=loss) for a, b, n, loss in parts]
     found = TextLosses(source="", rows=1, length=8, buckets=tuple(buckets))
     assert [found.loss_within(n) for n in (2, 4, 8)] == [1.0, None, None]
 
 
-def test_faults_are_told_in_a_line(
+def test_faults_are_reported_in_one_line(
     run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """Catches a traceback, or an error without the cause, for wrong options and files."""
     gpt2, short = saved("gpt2", tmp_path / "gpt2"), tmp_path / "short.txt"
     short.write_text("short")
     capsys.readouterr()

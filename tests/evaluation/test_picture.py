@@ -1,4 +1,4 @@
-"""The picture of an evaluation: its numbers, and names that do not overlap."""
+"""The figure of an evaluation: its numbers, and labels that do not overlap."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from isp.cli import main
 from isp.cli.evaluation_picture import draw_evaluation
 from isp.metrics.evaluation import Evaluation, Passkeys, PositionBucket, TextLosses
 
-pytestmark = pytest.mark.filterwarnings("error")  # a picture that does not fit
+pytestmark = pytest.mark.filterwarnings("error")  # matplotlib warns if the layout does not fit
 EVALUATION = Evaluation(
     model="run with $signs$, 800 steps",
     dtype="float32",
@@ -54,14 +54,14 @@ def drawn(evaluation: Evaluation, file: Path) -> Figure:
     return figure
 
 
-def test_both_parts(tmp_path: Path) -> None:
-    """Catches a loss in another place, lengths and depths that are exchanged, and a wrong line."""
+def test_losses_and_passkeys_are_drawn(tmp_path: Path) -> None:
+    """Catches a loss at another position, swapped lengths and depths, and a wrong line."""
     figure = drawn(EVALUATION, tmp_path / "both.png")
     losses, passkeys = figure.axes
     assert losses.lines[0].get_ydata()[:2].tolist() == [2.0, 10.0]
     assert [text.get_text() for text in losses.texts] == ["2.00", "10.00", "not finite"]
     names = [text.get_text() for text in losses.get_xticklabels()]
-    assert names == ["0-255", "256-511", "512-1,023"]  # none of the positions without tokens
+    assert names == ["0-255", "256-511", "512-1,023"]  # positions without tokens have no label
     assert losses.lines[1].get_xdata()[0] == 0.5  # between 0-255 and 256-511
     assert passkeys.images[0].get_array().tolist() == [[100, 100, 25], [100, 75, 0]]
     cells = {text.get_position(): text.get_text() for text in passkeys.texts}
@@ -72,7 +72,7 @@ def test_both_parts(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("part", ["text", "passkeys"])
-def test_one_part(part: str, tmp_path: Path) -> None:
+def test_one_part_is_drawn_alone(part: str, tmp_path: Path) -> None:
     """Catches an empty panel, and a line at a length that is not known."""
     other = {"text": "passkeys", "passkeys": "text"}[part]
     found = replace(EVALUATION, trained_length=None, **{other: None})
@@ -80,8 +80,8 @@ def test_one_part(part: str, tmp_path: Path) -> None:
     assert len(axes.lines) == (part == "text")
 
 
-def test_names_do_not_overlap(tmp_path: Path) -> None:
-    """Catches names of long ranges that are written over each other, or over the axis's name."""
+def test_labels_do_not_overlap(tmp_path: Path) -> None:
+    """Catches labels of long ranges that overlap each other or the label of the axis."""
     assert EVALUATION.text is not None
     ends = [2**power for power in range(14, 21)]
     buckets = tuple(
@@ -90,21 +90,21 @@ def test_names_do_not_overlap(tmp_path: Path) -> None:
     found = replace(EVALUATION, text=replace(EVALUATION.text, buckets=buckets), passkeys=None)
     figure = drawn(found, tmp_path / "long.png")
     (axes,) = figure.axes
-    figure.draw_without_rendering()  # at the figure's own resolution, to which it has returned
+    figure.draw_without_rendering()  # the resolution of the figure is restored after saving
     names = axes.get_xticklabels()
     assert len(names) == len(ends)
     below = axes.xaxis.label.get_window_extent()
     assert all(not name.get_window_extent().overlaps(below) for name in names)
-    # Names at 25 degrees are apart if their ends are apart by more than a line's height.
+    # Labels at 25 degrees do not overlap if their ends differ by more than a line's height.
     ends_at = [name.get_window_extent().x1 for name in names]
     height = axes.texts[0].get_window_extent().height
     assert min(b - a for a, b in pairwise(ends_at)) > 2.5 * height
 
 
-def test_matplotlib_is_missing(
+def test_missing_matplotlib_is_reported_first(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Catches an evaluation that cannot be drawn in the end."""
+    """Catches an evaluation that fails only at its end, when it is drawn."""
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     assert main(["evaluate", str(tmp_path), "--png", str(tmp_path / "a.png")]) == 2
     error = capsys.readouterr().err

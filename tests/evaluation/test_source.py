@@ -1,4 +1,4 @@
-"""Each layout reads a checkpoint or folder correctly: weights, and tokens of each rank."""
+"""Each layout reads a checkpoint or folder correctly: weights, and each rank's tokens."""
 
 from __future__ import annotations
 
@@ -21,7 +21,9 @@ from tests.ranks import run_each
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Any]]:
-    """Checkpoints of the decoder and a folder of another model, with models of transformers."""
+    """Return checkpoints of the decoder and a folder of another model, with models of
+    transformers.
+    """
     found = {}
     for family in (*DECODER, "gemma3_text"):
         write = checkpoint_of if family in DECODER else saved
@@ -43,6 +45,7 @@ def check(found: Tensor, model: Any, name: str) -> None:
 def test_every_layout_reads_a_checkpoint_and_a_folder(
     models: dict[str, tuple[Path, Any]],
 ) -> None:
+    """Catches weights in the wrong place, and tokens of another rank."""
     for family, (path, model) in models.items():
         check(logits_of(0, (path, 1, [])), model, family)
     cases = {
@@ -55,10 +58,10 @@ def test_every_layout_reads_a_checkpoint_and_a_folder(
             check(found, models[name.split()[0]][1], name)
 
 
-def test_prompts_begin_as_the_texts_of_a_run(
+def test_prompts_have_a_bos_as_the_texts_of_their_run(
     models: dict[str, tuple[Path, Any]], tmp_path: Path
 ) -> None:
-    """Catches a prompt without the token that texts began with, or with one that they had not."""
+    """Catches a prompt without the BOS of the training texts, or with one that they lack."""
     file = write_tokenizer(tmp_path, ["<s>", "</s>"])
     parsed = {**json.loads(file.read_text()), "post_processor": template("<s>")}
     file.write_text(json.dumps(parsed))
@@ -68,14 +71,14 @@ def test_prompts_begin_as_the_texts_of_a_run(
         of_run = replace(source, data={**source.data, "add_bos": add_bos})
         assert of_run.encode("the cat") == [*begin, 1, 2]
         assert of_run.encode("") == begin
-    folder = models["gemma3_text"][0]  # has no tokenizer of its own
+    folder = models["gemma3_text"][0]  # a folder without a tokenizer
     assert open_source(folder, tokenizer=str(file)).encode("the cat") == [4, 1, 2]
 
 
-def test_an_end_that_is_no_token_is_refused(
+def test_an_invalid_eos_token_id_is_refused(
     models: dict[str, tuple[Path, Any]], tmp_path: Path
 ) -> None:
-    """Catches a traceback for a folder whose generation would end at what is no token."""
+    """Catches a traceback for a folder whose eos_token_id contains a value that is no token."""
     folder = shutil.copytree(models["gemma3_text"][0], tmp_path / "folder")
     (folder / "generation_config.json").write_text('{"eos_token_id": [0, [1]]}')
     with pytest.raises(ValueError, match=r"has the eos_token_id \[1\], which is no token: correct"):

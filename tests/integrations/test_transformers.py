@@ -115,9 +115,9 @@ def _same(found: Found, expected: Found, name: str) -> None:
     assert found.accuracy == expected.accuracy
 
 
-def test_the_trainer_is_that_of_one_process(tmp_path: Path) -> None:
-    """Catches ranks of a sequence with other sequences, a mean over ranks instead of labels, an
-    evaluation that counts samples twice, and a resumed run that goes on from elsewhere.
+def test_the_trainer_gives_the_results_of_one_process(tmp_path: Path) -> None:
+    """Catches ranks of a sequence with different sequences, a mean over ranks instead of labels, an
+    evaluation that counts samples twice, and a run that does not resume where it stopped.
     """
     (expected,) = run_programs(1, _plain, tmp_path / "plain")
     assert sum("loss" in log for log in expected.logs) == 6

@@ -22,8 +22,8 @@ from tests.ranks import run_ranks
 ENGINE = Path(__file__).parents[2] / "isp/integrations/verl.py"
 
 
-def test_the_engine_asks_a_run_for_what_it_has() -> None:
-    """Catches a renamed method of a run that the engine calls, as no other test imports it."""
+def test_the_engine_only_uses_methods_that_a_run_has() -> None:
+    """Catches a method that the engine calls but a run lacks; no other test imports the engine."""
     asked = set(re.findall(r"self\.(?:engine\.)?run\.(\w+)", ENGINE.read_text()))
     known = {*dir(ParallelRun), "mesh", "device"}  # the latter two are set by its making
     assert {"log_probs", "backward", "step", "named_weights", "save", "load"} <= asked <= known
@@ -31,7 +31,7 @@ def test_the_engine_asks_a_run_for_what_it_has() -> None:
 
 @pytest.fixture
 def engine(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """The engine's module, with empty modules for the names that it imports from verl."""
+    """Return the engine's module, with empty modules for the names that it imports from verl."""
 
     @dataclasses.dataclass
     class EngineConfig:
@@ -79,9 +79,10 @@ def _initialized(rank: int, module: Any, folder: str, config: str, forward_only:
 
 
 @pytest.mark.parametrize("forward_only", [False, True])
-def test_each_rank_reads_its_shards_only(engine: Any, tmp_path: Path, forward_only: bool) -> None:
-    """Catches a model that every rank loads whole, weights that are not the folder's, and a frozen
-    one that trains."""
+def test_each_rank_only_reads_its_shards(engine: Any, tmp_path: Path, forward_only: bool) -> None:
+    """Catches a model that every rank loads whole, weights that are not those of the folder, and a
+    frozen weight that trains.
+    """
     from safetensors.torch import load_file
 
     folder = write_folder(tmp_path / "model", "llama")

@@ -1,4 +1,4 @@
-"""The configuration of a caller's own loop: what it may leave out, and what would do nothing."""
+"""The configuration of a user's training loop: optional sections, and keys without effect."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from tests.models.own import Own
 from tests.ranks import run_each, run_programs
 
 
-def test_a_file_needs_no_other_sections(tmp_path: Path) -> None:
-    """Catches a library that asks for text or sizes which its caller brings."""
+def test_a_file_needs_only_the_sections_it_changes(tmp_path: Path) -> None:
+    """Catches a library that requires the data or sizes which the user's loop provides."""
     (tmp_path / "own.yaml").write_text("optimizer: {lr: 0.01}")
     run = isp.parallelize(Own(), tmp_path / "own.yaml")
     assert run.config.optimizer.lr == 0.01
@@ -47,8 +47,8 @@ def test_a_file_needs_no_other_sections(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_keys_that_would_do_nothing_are_refused(tmp_path: Path, keys: str, message: str) -> None:
-    """Catches a key that is ignored: the caller's sequences are the batch, and the model is his."""
+def test_keys_without_effect_are_refused(tmp_path: Path, keys: str, message: str) -> None:
+    """Catches an ignored key: the user's sequences are the batch, and the model is the user's."""
     (tmp_path / "own.yaml").write_text(keys)
     with pytest.raises(ValueError, match=message):
         isp.parallelize(Own(), tmp_path / "own.yaml")
@@ -67,8 +67,8 @@ def _of_file(rank: int, path: Path) -> float:
     return run.step(run.loss(torch.arange(12).unsqueeze(0))).loss
 
 
-def test_sections_and_sizes_that_are_not_read_refuse_nothing(tmp_path: Path) -> None:
-    """Catches sizes, lengths and defaults that nobody asked for and that do not divide."""
+def test_unused_sections_and_sizes_are_not_checked(tmp_path: Path) -> None:
+    """Catches a refusal of sizes, lengths or defaults that the loop does not use."""
     cases = {name: tmp_path / name for name in FILES}
     for name, path in cases.items():
         path.write_text(FILES[name] + "\ntraining: {dtype: float64}\n")
@@ -87,7 +87,7 @@ PROMISED = {
     "model: {hf: /no/such/folder, num_heads: 7, num_kv_heads: 2, experts_per_token: 99}\n"
     "data: {source: /no/such/file, micro_num: 1}\nvalidation: {freq: 10}",
 }
-"""Files with what a loop can do, and one of a run of `isp train`."""
+"""Files with the features of a loop, and one of a run of `isp train`."""
 TOKENS = torch.randint(3, VOCAB, (2, 24), generator=torch.Generator().manual_seed(0))
 
 
@@ -106,7 +106,7 @@ def _mean(scores: TokenScores, _: Mapping[str, Any]) -> Tensor:
 
 
 def _promised(rank: int, path: Path) -> list[float]:
-    """The losses of two steps on the same rows, which stages get as micro-batches."""
+    """Return the losses of two steps on the same rows, passed to pipelines as micro-batches."""
     run, losses = isp.parallelize(_promised_model(path.stem), path), []
     for _ in range(2):
         if run.config.parallel.pipeline.size > 1:
@@ -117,8 +117,8 @@ def _promised(rank: int, path: Path) -> list[float]:
     return losses
 
 
-def test_each_feature_of_a_loop_is_taken_from_a_file(tmp_path: Path) -> None:
-    """Catches checks of sections that a loop does not read, which only a file trips."""
+def test_each_feature_of_a_loop_can_be_set_in_a_file(tmp_path: Path) -> None:
+    """Catches checks of unused sections, which only run for a configuration file."""
     pytest.importorskip("peft")
     cases = {name: tmp_path / f"{name}.yaml" for name in PROMISED}
     for name, path in cases.items():
@@ -130,10 +130,10 @@ def test_each_feature_of_a_loop_is_taken_from_a_file(tmp_path: Path) -> None:
             assert second < first, name
 
 
-def test_states_that_a_host_has_no_room_for_are_refused_beforehand(
+def test_states_that_exceed_host_memory_are_refused_before_ranks_meet(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Catches a pool that fails once ranks have met; frozen weights have no states."""
+    """Catches an allocation that fails after the rendezvous; frozen weights have no states."""
     monkeypatch.setattr(host_memory, "attainable_bytes", lambda: 2**10)
     config = job(offload_states=True)
     with pytest.raises(ValueError, match=r"ranks keep .* of optimizer states in this machine"):
@@ -142,8 +142,8 @@ def test_states_that_a_host_has_no_room_for_are_refused_beforehand(
     check_memory_of_states(config, config.topology(1), 1, num_trained=0)
 
 
-def test_each_stage_keeps_states_of_its_part_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches a run in a pipeline that is refused although its states fit."""
+def test_each_stage_counts_only_the_states_of_its_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a pipeline that is refused although its states fit."""
     trained = 2**20
     config = job(offload_states=True)
     alone = host_memory._state_bytes(config, config.topology(1), trained)
@@ -200,13 +200,15 @@ def _refused(rank: int, case: tuple[Callable[[], nn.Module], JobConfig, str]) ->
 
 
 @pytest.mark.parametrize("name", LATE)
-def test_refusals_leave_the_world_and_the_model_as_they_were(name: str) -> None:
-    """Catches a process group that a refusal leaves behind, and a model that is sharded by then."""
+def test_a_refusal_leaves_process_groups_and_model_unchanged(name: str) -> None:
+    """Catches a process group that remains after a refusal, and a model that is already sharded."""
     run_programs(2, _refused, LATE[name])
 
 
-def test_a_model_that_is_half_sharded_is_not_taken_again() -> None:
-    """Catches shards that a second call takes for whole weights, after a failure midway."""
+def test_a_partly_sharded_model_is_refused() -> None:
+    """Catches shards that a second call takes for whole weights, after the first call has
+    failed.
+    """
 
     def make(named: list[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
         if sum(p.numel() for _, p in named) > 9000:

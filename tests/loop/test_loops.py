@@ -1,4 +1,4 @@
-"""What happens in loops of training: failed and abandoned steps, evaluation between, dropout."""
+"""Training loops with failed and abandoned steps, evaluation in between, and dropout."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ Trouble = Callable[[ParallelRun, Rows], None]
 
 
 def _nothing(run: ParallelRun, rows: Rows) -> None:
-    """The loop as it should be."""
+    """Do nothing: the loop without trouble."""
 
 
 def _two_losses(run: ParallelRun, rows: Rows) -> None:
@@ -120,7 +120,7 @@ def _frozen_later(run: ParallelRun, rows: Rows) -> None:
 
 
 def _replaced(run: ParallelRun, rows: Rows) -> None:
-    """What the optimizer would not see is refused by name; what it can be shown goes on."""
+    """Check that parameters replaced unnoticed are refused by name, and that `to` is followed."""
     norm: Any = run.model.get_submodule("blocks.1.norm1")
     own, values = norm.weight, norm.weight.data
     own.data = values.float()
@@ -167,9 +167,9 @@ def _train(rank: int, case: tuple[nn.Module, JobConfig, list[Rows], Trouble]) ->
     return found
 
 
-def test_what_fails_or_is_left_out_changes_nothing() -> None:
-    """Catches a gradient or gathered weight that is left behind, a plan that goes on from amid, and
-    a first step that has torch's time for its collectives.
+def test_failed_and_abandoned_steps_change_nothing() -> None:
+    """Catches a gradient or gathered weight that remains, a plan that continues in the middle, and
+    a first step whose collectives have torch's timeout.
     """
     data, model = _data(), Own().double()
     expected = trained_plainly(model, data)
@@ -181,8 +181,10 @@ def test_what_fails_or_is_left_out_changes_nothing() -> None:
         assert_trained_as(expected, of_ranks, name)
 
 
-def test_weights_that_parametrizations_compute_train_as_alone() -> None:
-    """Catches originals that count as a linear's shards, and their gradients of a rank's tokens."""
+def test_parametrized_weights_train_as_in_the_unmodified_model() -> None:
+    """Catches parameters of a parametrization sharded as those of a linear, or without the
+    gradients of other ranks' tokens.
+    """
     data, model = _data(2), Own().double()
     for block, compute in zip(model.blocks, (weight_norm, orthogonal), strict=False):
         compute(block.get_submodule("q"))
@@ -213,7 +215,9 @@ def _other_storage(model: nn.Module) -> None:
 
 
 def _write(rank: int, case: tuple[Own, JobConfig, list[Rows], Write]) -> Any:
-    """The weights after a step and a write, what is computed with them, and what comes of them."""
+    """Return the whole weights after a step and a write to them, and the loss computed with
+    them.
+    """
     model, config, data, write = case
     run = isp.parallelize(model, config)
     run.step(run.loss(*data[0]))
@@ -240,9 +244,9 @@ LAYOUTS = {
 }
 
 
-def test_what_is_written_into_weights_counts() -> None:
-    """Catches masters and updates under way that undo it, weights gathered before it, and storage
-    that no step updates; after the first step, so that all of these are there.
+def test_values_written_into_weights_are_kept() -> None:
+    """Catches masters and updates in flight that undo a write, weights gathered before it, and
+    storage that no step updates. The write follows a step, so that all of these exist.
     """
     data, model = _data(), Own(dropout=0.0)
     cases = {
@@ -278,9 +282,9 @@ def _masks(rank: int, model: Own, config: JobConfig, rows: Rows) -> dict[str, An
     return {"masks": masks, "forward": forward, "norm": norm, "after": after, "eval": evaluated}
 
 
-def test_dropout_differs_between_ranks_and_is_drawn_again_in_a_recompute() -> None:
-    """Catches ranks of one sequence that drop the same features of their tokens, a recompute that
-    drops others, a generator of the user's that the ranks no longer share, an evaluation with it.
+def test_dropout_differs_between_ranks_and_repeats_in_a_recompute() -> None:
+    """Catches ranks of one sequence that drop the same features, a recomputation that drops others,
+    a generator of the user that differs between ranks afterwards, and dropout in evaluation.
     """
     rows, model = _data(1)[0], Own(dropout=0.5).double()
     kept, again = (
@@ -293,7 +297,7 @@ def test_dropout_differs_between_ranks_and_is_drawn_again_in_a_recompute() -> No
         assert first["eval"] == [first["eval"][0]] * 2
     for short, full in zip(kept, again, strict=True):
         assert (short["forward"], len(short["masks"])) == (2, 2 + 4)  # two evaluations after it
-        assert torch.equal(full["masks"][2], full["masks"][0])  # a recompute ends where it may
+        assert torch.equal(full["masks"][2], full["masks"][0])  # a recomputation may stop early
         assert not torch.equal(full["masks"][1], full["masks"][0])
         assert abs(short["norm"] - full["norm"]) < TOLERANCE
 
@@ -305,7 +309,7 @@ def _two(rank: int, models: list[nn.Module], data: list[Rows]) -> list[Trained]:
     losses: list[list[float]] = [[], []]
     norms: list[list[float]] = [[], []]
     for rows in data:
-        pending = [run.loss(*rows) for run in runs]  # both under way at once
+        pending = [run.loss(*rows) for run in runs]  # both in flight at the same time
         for index, run in enumerate(runs):
             outcome = run.step(pending[index])
             losses[index].append(outcome.loss)
@@ -313,8 +317,8 @@ def _two(rank: int, models: list[nn.Module], data: list[Rows]) -> list[Trained]:
     return [Trained(losses[i], norms[i], whole_weights(run)) for i, run in enumerate(runs)]
 
 
-def test_two_models_in_one_process_know_nothing_of_each_other() -> None:
-    """Catches attention, masks or plans of a model that another model of the process gets."""
+def test_two_models_in_one_process_are_independent() -> None:
+    """Catches attention, masks or plans of one model used by another model of the process."""
     data, models = _data(2), [tiny("llama"), tiny("llama", seed=1, num_hidden_layers=2)]
     plain = [trained_plainly(model, data) for model in models]
     for of_rank in run_ranks(2, _two, models, data):
@@ -322,8 +326,8 @@ def test_two_models_in_one_process_know_nothing_of_each_other() -> None:
             assert_trained_as(expected, [found])
 
 
-def test_numbers_stay_what_they_are() -> None:
-    """Catches buffers that follow the weights into another dtype."""
+def test_buffers_keep_their_dtype() -> None:
+    """Catches buffers converted to the dtype of the weights."""
     model = Own()
     run = isp.parallelize(model, job(dtype="bfloat16"))
     assert model.head.weight.dtype == torch.bfloat16
@@ -332,8 +336,8 @@ def test_numbers_stay_what_they_are() -> None:
     assert 0 < run.step(run.loss(*_data(1)[0])).grad_norm < 1e3
 
 
-def test_whole_weights_go_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches a whole model that stays in memory until all of its shards are there."""
+def test_whole_weights_are_freed_as_they_are_sharded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a whole model that stays in memory until all of its shards exist."""
     model, alive = Own(), []
     wholes = [weakref.ref(parameter) for parameter in model.parameters()]
 
@@ -346,8 +350,10 @@ def test_whole_weights_go_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
     assert alive == list(range(len(wholes), 0, -1))
 
 
-def test_loose_parameters_are_waited_for_with_the_whole_model() -> None:
-    """Catches updated weights that are read before they have come, as nobody calls their module."""
+def test_parameters_of_no_called_module_are_waited_for_with_the_model() -> None:
+    """Catches updated weights read before they have arrived because no module that owns them is
+    called.
+    """
     model = Own()
     parts = isp.parallelize(model, job()).train_step.chunks[0].parts()
     called = {"tokens", "positions", "norm", "head", "blocks.0", "blocks.1", "blocks.2"}
@@ -378,15 +384,17 @@ IDS = torch.zeros(1, 8, dtype=torch.int64)
     ],
 )
 def test_wrong_rows_are_refused(rows: tuple[Any, ...], said: str) -> None:
-    """Catches rows that would be broadcast or cut in the middle, and ids and losses of no token."""
+    """Catches rows that would be broadcast or truncated, invalid ids, and losses without a
+    token.
+    """
     run = isp.parallelize(Own(), job())
     assert said in raised(run.loss, *rows)
     if len(rows) == 1:
         assert said in raised(run.logits, *rows)
 
 
-def test_wrong_keywords_say_what_to_pass() -> None:
-    """Catches a mask and a rate that end in an error of Python or torch from inside."""
+def test_wrong_keywords_are_refused_with_what_to_pass() -> None:
+    """Catches a mask or a rate that fails deep inside with an error of Python or torch."""
     run = isp.parallelize(Own(), job())
     said = raised(lambda: run.loss(IDS, attention_mask=IDS))  # type: ignore[arg-type]
     assert "leave it out, pad sequences at their end and set the labels of padding to -100" in said
@@ -400,8 +408,8 @@ def test_wrong_keywords_say_what_to_pass() -> None:
     assert run.step(loss, lr=1e-3).loss == loss.item()
 
 
-def test_a_batch_without_labels_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
-    """Catches a loss of 0, or NaN, without a word: of `step`, of results, and of an evaluation."""
+def test_a_batch_without_labels_is_reported_once(caplog: pytest.LogCaptureFixture) -> None:
+    """Catches a silent loss of 0 or NaN: in `step`, in per-token results, and in an evaluation."""
     run, nothing = isp.parallelize(Own(), job()), torch.full_like(IDS, IGNORED)
     for _ in range(2):
         outcome = run.step(run.loss(IDS, nothing))
@@ -415,10 +423,10 @@ def test_a_batch_without_labels_is_told_once(caplog: pytest.LogCaptureFixture) -
 
 
 def _dropped(rank: int, make: Callable[[], nn.Module]) -> list[str]:
-    """What is left of a run, and of the weights it trained, once nobody has it."""
+    """Return which parts of a dropped run, and of the weights it trained, are still alive."""
     run = isp.parallelize(make(), job(weight=2))
     run.step(run.loss(*_data()[0]))
-    run.loss(*_data()[0])  # which nobody steps
+    run.loss(*_data()[0])  # a forward without a step
     step = run.train_step
     left = {
         "run": weakref.ref(run),
@@ -431,7 +439,7 @@ def _dropped(rank: int, make: Callable[[], nn.Module]) -> list[str]:
     return [name for name, ref in left.items() if ref() is not None]
 
 
-def test_a_run_that_is_dropped_is_freed() -> None:
-    """Catches hooks and registries that keep a model, its gradients and states for good."""
+def test_a_dropped_run_is_freed() -> None:
+    """Catches hooks and registries that keep a model, its gradients and states alive."""
     cases = {"own": Own, "llama": lambda: tiny("llama")}
     assert run_each(2, _dropped, cases) == {"own": [[], []], "llama": [[], []]}

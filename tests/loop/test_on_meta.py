@@ -1,4 +1,4 @@
-"""Models that are given on the meta device."""
+"""Models that are passed on the meta device."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def _llama() -> nn.Module:
 
 
 class Plain(nn.Module):
-    """Modules that torch knows how to begin, and a buffer."""
+    """Modules with a `reset_parameters` of torch, and a buffer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -61,8 +61,8 @@ def _train(
 
 
 @pytest.mark.parametrize("made", [_llama, _plain])
-def test_begins_alike_in_every_layout(made: Callable[[], nn.Module]) -> None:
-    """Catches ranks that draw their shards for themselves, buffers left without values."""
+def test_initial_weights_are_equal_in_every_layout(made: Callable[[], nn.Module]) -> None:
+    """Catches ranks that draw their shards independently, and buffers without values."""
     rows = packed_rows(2, 64, [[64], [64]])
     (alone, whole), *_ = run_ranks(1, _train, made, job(), rows)
     (spread, part), *_ = run_ranks(4, _train, made, job(tensor=2, weight=4), rows)
@@ -72,7 +72,7 @@ def test_begins_alike_in_every_layout(made: Callable[[], nn.Module]) -> None:
 
 
 def test_buffers_without_values_are_refused() -> None:
-    """Catches a model that trains on what memory happened to hold."""
+    """Catches a model that trains with uninitialized buffers."""
     with torch.device("meta"):
         model = Plain()
     with pytest.raises(ValueError, match=r"has buffers on the meta.*isp.parameters_on_meta\(\)"):
@@ -80,7 +80,7 @@ def test_buffers_without_values_are_refused() -> None:
 
 
 def test_a_model_with_some_weights_is_refused() -> None:
-    """Catches weights that were loaded and are drawn anew."""
+    """Catches loaded weights that are initialized again."""
     model = _plain()
     model.get_submodule("norm").to_empty(device="cpu")
     with pytest.raises(ValueError, match="other parameters are not"):

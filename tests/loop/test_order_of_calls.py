@@ -63,11 +63,11 @@ WITHOUT_MOVE = {
     (Call.TO_HOST, State.AWAY),
     *((Call.TO_DEVICE, state) for state in State if state is not State.AWAY),
 }
-"""Calls of `to` that move nothing, and do not look into the table."""
+"""Calls of `to` that move nothing, and so are not checked against the table."""
 
 
 def _into(run: ParallelRun, state: State) -> None:
-    """Bring a run that is READY into `state`, by the fewest calls."""
+    """Bring a run that is READY into `state` with the fewest calls."""
     if state in (State.ADDED, State.LAST, State.SUMMED):
         _backward(run, last=state is State.LAST)
     if state is State.SUMMED:
@@ -83,9 +83,10 @@ def _back(run: ParallelRun) -> None:
     assert run._state is State.READY
 
 
-def test_each_call_in_each_state_does_what_the_table_says(tmp_path: Path) -> None:
-    """Catches a call that comes in a state in which it loses gradients, one that is refused for
-    nothing, and a state that a call forgets to enter."""
+def test_each_call_is_allowed_or_refused_as_the_table_says(tmp_path: Path) -> None:
+    """Catches a call allowed in a state in which it loses gradients, one refused without need, and
+    a state that a call forgets to enter.
+    """
     run = isp.parallelize(tiny("llama"), job())  # ends in a linear, as `hidden` needs
     run.save(tmp_path)
     assert set(CALLS) == set(_NEXT_STATE) == set(Call)
@@ -106,8 +107,8 @@ def test_each_call_in_each_state_does_what_the_table_says(tmp_path: Path) -> Non
             _back(run)
 
 
-def test_a_refusal_names_the_call_what_is_pending_and_the_way_out() -> None:
-    """Catches words that are put together wrongly."""
+def test_a_refusal_names_the_call_what_is_pending_and_what_to_do() -> None:
+    """Catches a message that is assembled wrongly."""
     run = isp.parallelize(Own(), job())
     _into(run, State.SUMMED)
     loss = _loss(run)
@@ -120,7 +121,7 @@ def test_a_refusal_names_the_call_what_is_pending_and_the_way_out() -> None:
 
 
 def test_a_to_that_moves_nothing_is_allowed_in_each_state() -> None:
-    """Catches one that is refused, or that drops gradients."""
+    """Catches a `to` without a move that is refused, or that drops gradients."""
     run = isp.parallelize(Own(), job())
     for state in State:
         _into(run, state)
@@ -133,7 +134,7 @@ def test_a_to_that_moves_nothing_is_allowed_in_each_state() -> None:
 
 
 def test_a_load_without_a_checkpoint_keeps_the_gradients(tmp_path: Path) -> None:
-    """Catches gradients that are dropped before it is known whether there is anything to load."""
+    """Catches gradients dropped before it is known whether there is a checkpoint."""
     run = isp.parallelize(Own(), job())
     _into(run, State.ADDED)
     with pytest.raises(CheckpointError):

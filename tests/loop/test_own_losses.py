@@ -1,4 +1,4 @@
-"""Losses of the caller's own, of per-token results, beside the unmodified model on one process."""
+"""A user's losses of per-token results, against the unmodified model in one process."""
 
 from __future__ import annotations
 
@@ -46,17 +46,17 @@ WEIGHTS = torch.rand(3, 4, LENGTH, dtype=torch.float64, generator=torch.Generato
 
 Score = Callable[[Rows], TokenScores]
 Loss = Callable[[Score, Rows, Tensor, Tensor], Tensor]
-"""Of how rows are scored, the rows, weights [B, S] of their tokens, and what was scored before."""
+"""A loss of (function that scores rows, rows, weights [B, S] of tokens, earlier scores)."""
 
 
 def _weighted(score: Score, rows: Rows, weights: Tensor, _: Tensor) -> Tensor:
-    """With a z-loss."""
+    """Return a loss with weights of tokens and a z-loss."""
     found = score(rows)
     return (weights * (0.1 * found.logsumexp**2 - found.log_probs)).sum()
 
 
 def _dpo(score: Score, rows: Rows, _: Tensor, before: Tensor) -> Tensor:
-    """Rows are pairs, and each of a pair is scored by a call of its own."""
+    """Return a DPO loss; rows are pairs, and each row of a pair is scored by a call of its own."""
     chosen, rejected = (
         score(Rows(*(None if x is None else x[start::2] for x in rows))).log_probs.sum(1)
         for start in (0, 1)
@@ -66,13 +66,13 @@ def _dpo(score: Score, rows: Rows, _: Tensor, before: Tensor) -> Tensor:
 
 
 def _ipo(score: Score, rows: Rows, _: Tensor, before: Tensor) -> Tensor:
-    """Of log-probabilities a token."""
+    """Return an IPO loss of log-probabilities per token."""
     gains = (score(rows).log_probs - before).mean(1)
     return ((gains[::2] - gains[1::2] - 0.5) ** 2).sum()
 
 
 def _grpo(score: Score, rows: Rows, weights: Tensor, before: Tensor) -> Tensor:
-    """With clipping, a KL term and a bonus for entropy."""
+    """Return a GRPO loss with clipping, a KL term and an entropy bonus."""
     found = score(rows)
     ratio = (found.log_probs - 1.01 * before).exp()
     gain = torch.minimum(ratio * weights, ratio.clamp(0.8, 1.2) * weights)
@@ -103,7 +103,9 @@ def _part(run: ParallelRun, rows: Rows) -> Rows:
 
 
 def _trained(run: ParallelRun, loss_of: Loss) -> Trained:
-    """Each batch goes backward by itself, the first two of them from one scalar."""
+    """Train two steps; each batch has its own backward, except that the first two share a
+    scalar.
+    """
 
     def score(rows: Rows) -> TokenScores:
         return run.log_probs(*rows, temperature=TEMPERATURE, entropy=loss_of is _grpo)
@@ -150,8 +152,10 @@ def _run(rank: int, case: Case) -> Trained:
     return _trained(isp.parallelize(_model(case.name), case.config), LOSSES[case.loss])
 
 
-def test_losses_of_ones_own_are_those_of_the_unmodified_model() -> None:
-    """Catches a label beside its place, a scalar that counts twice, logits that gradients miss."""
+def test_a_users_losses_equal_those_of_the_unmodified_model() -> None:
+    """Catches a label at the wrong position, a scalar counted twice, and logits without
+    gradients.
+    """
     found = run_each(4, _run, CASES, timeout_seconds=100)
     for name, case in CASES.items():
         expected = _trained_plainly(_model(case.name), LOSSES[case.loss])
@@ -159,7 +163,7 @@ def test_losses_of_ones_own_are_those_of_the_unmodified_model() -> None:
 
 
 def _padded(rank: int, ends: tuple[int, int, bool]) -> None:
-    """Rows with padding, of a length that the ranks do not divide, beside the tokens alone."""
+    """Compare rows with padding, of a length that does not divide, with their tokens alone."""
     left, right, positions = ends
     run = isp.parallelize(tiny("llama"), job(2, 2))
     ids = torch.randint(3, 96, (2, 13), generator=torch.Generator().manual_seed(1))
@@ -205,7 +209,7 @@ def _in_order(rank: int, _: None) -> None:
 
 
 def _beside_a_reference(rank: int, name: str) -> None:
-    """Two models in one process, one of them frozen as a whole."""
+    """Check two models in one process, one of which is frozen as a whole."""
     policy, plain = isp.parallelize(tiny(name), job(2, 4)), tiny(name, seed=1)
     reference = isp.parallelize(copy.deepcopy(plain).requires_grad_(False), job(2, 4))
     rows = _part(policy, BATCHES[0])
@@ -225,8 +229,8 @@ def _beside_a_reference(rank: int, name: str) -> None:
     assert "frozen: call run.loss under" in raised(reference.loss, *rows)
 
 
-def test_a_frozen_reference_beside_the_model() -> None:
-    """Catches a second model that disturbs the first, or needs something to train."""
+def test_a_frozen_reference_does_not_disturb_the_model() -> None:
+    """Catches a second model that disturbs the first, or that needs trainable weights."""
     run_each(4, _beside_a_reference, {"llama": "llama"})
 
 
@@ -254,7 +258,7 @@ def test_the_examples_learn() -> None:
 
 
 def _accumulate(rank: int, case: Case) -> Trained:
-    """Micro-batches as people write them; before the last, a forward that is dropped."""
+    """Run micro-batches as users write them; before the last, a forward without backward."""
     run = isp.parallelize(_model(case.name), case.config)
     losses, norms = [], []
     for _ in range(2):
@@ -281,7 +285,7 @@ ACCUMULATED = {
 
 
 def _with_another(rank: int, case: Case) -> Trained:
-    """One scalar of the run's loss and of results."""
+    """Run one scalar that sums the run's loss and a loss of results."""
     run = isp.parallelize(_model(case.name), case.config)
     rows = _part(run, BATCHES[0])
     scores = run.log_probs(*rows)
@@ -290,9 +294,10 @@ def _with_another(rank: int, case: Case) -> Trained:
     return Trained([outcome.loss], [outcome.grad_norm], whole_weights(run))
 
 
-def test_micro_batches_of_the_loss_add_up() -> None:
-    """Catches a factor that the loss's own gradient, known before it, does not get; gradients of
-    the last micro-batch alone; a value that is added up over ranks which all have it."""
+def test_gradients_of_micro_batches_are_summed() -> None:
+    """Catches a factor that is not applied to the loss's precomputed gradient, gradients of the
+    last micro-batch only, and a value summed over ranks that all have it.
+    """
     found = run_each(4, _accumulate, ACCUMULATED, timeout_seconds=100)
     for name, case in ACCUMULATED.items():
 
@@ -312,10 +317,10 @@ def test_micro_batches_of_the_loss_add_up() -> None:
 
 
 def test_padding_is_neither_seen_nor_scored() -> None:
-    """Catches positions that count padding, and results that lie beside their tokens."""
+    """Catches positions that count padding, and results at the wrong tokens."""
     run_each(4, _padded, {"left": (4, 13, False), "right": (0, 8, False), "one": (1, 12, True)})
 
 
-def test_a_step_of_ones_own_is_kept_in_order() -> None:
-    """Catches gradients that are lost without a word, and momentum that moves weights alone."""
+def test_wrong_orders_of_a_users_calls_are_refused() -> None:
+    """Catches gradients silently lost, and momentum that moves weights without gradients."""
     run_each(4, _in_order, {"llama": None})

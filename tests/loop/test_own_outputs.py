@@ -1,4 +1,4 @@
-"""Losses of logits and hidden states, and of micro-batches in pipelines, beside the plain model."""
+"""Losses of logits and hidden states, also in pipelines, against the plain model."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ ROWS = BATCHES[0]
 
 
 class Plain:
-    """The unmodified model, asked as a run is: each document by itself, whole logits."""
+    """The unmodified model with the calls of a run: each document alone, whole logits."""
 
     def __init__(self, model: Any) -> None:
         self._model = model
@@ -78,7 +78,7 @@ def _full(ask: Ask, rows: Rows, weights: Tensor, teacher: Tensor) -> Tensor:
 
 
 def _picked(ask: Ask, rows: Rows, weights: Tensor, teacher: Tensor) -> Tensor:
-    """Of the teacher's largest, one of which is asked for twice."""
+    """Return a KL loss of the teacher's largest logits, one of which is requested twice."""
     best, pick = teacher.topk(7)
     pick[..., 6] = pick[..., 0]
     logits = ask.logits(rows.input_ids, pick, rows.position_ids)
@@ -87,7 +87,7 @@ def _picked(ask: Ask, rows: Rows, weights: Tensor, teacher: Tensor) -> Tensor:
 
 
 def _top(ask: Ask, rows: Rows, weights: Tensor, teacher: Tensor) -> Tensor:
-    """Of its own largest, at a temperature."""
+    """Return a loss of the model's own largest logits, at a temperature."""
     how = {} if isinstance(ask, Plain) else {"temperature": HALF}
     best, tokens = ask.logits(rows.input_ids, None, rows.position_ids, top_k=50, **how)
     gain = best.log_softmax(-1) * teacher.gather(-1, tokens)
@@ -95,7 +95,7 @@ def _top(ask: Ask, rows: Rows, weights: Tensor, teacher: Tensor) -> Tensor:
 
 
 def _valued(ask: Ask, rows: Rows, weights: Tensor, teacher: Tensor) -> Tensor:
-    """By a head of the caller's own, beside logits; the head is in `HEADS`."""
+    """Return a loss of the user's value head (in `HEADS`) and of logits."""
     values = HEADS[0](ask.hidden(rows.input_ids, rows.position_ids)).squeeze(-1)
     return ((values - teacher[..., 0]) ** 2 * weights).sum() + _picked(ask, rows, weights, teacher)
 
@@ -150,8 +150,8 @@ def _run(rank: int, case: Case) -> tuple[Trained, Tensor]:
     return Trained([outcome.loss], [outcome.grad_norm], whole_weights(run)), of_head
 
 
-def test_losses_of_logits_are_those_of_the_unmodified_model() -> None:
-    """Catches logits beside their places, ranks' gradients that count twice or not at all."""
+def test_losses_of_logits_equal_those_of_the_unmodified_model() -> None:
+    """Catches logits at the wrong positions, and gradients of ranks counted twice or not at all."""
     found = run_each(4, _run, CASES, timeout_seconds=100)
     for name, case in CASES.items():
         model, head = _model(case.name), _head()
@@ -171,7 +171,7 @@ def test_losses_of_logits_are_those_of_the_unmodified_model() -> None:
 
 
 def _pairs(sides: str) -> dict[str, Tensor]:
-    """Chosen rows, then rejected ones, padded."""
+    """Return the chosen rows, then the rejected ones, padded."""
     ids = torch.randint(3, VOCAB, (4, 13), generator=torch.Generator().manual_seed(1))
     mask = torch.ones_like(ids)
     for row, length in enumerate((13, 9, 6, 11)):
@@ -180,7 +180,7 @@ def _pairs(sides: str) -> dict[str, Tensor]:
 
 
 def _reward_loss(logits: Tensor, mask: Tensor) -> Tensor:
-    """Bradley-Terry of pairs, or of labels."""
+    """Return the Bradley-Terry loss of pairs, or a loss of labels."""
     if logits.shape[-1] == 1:
         return -F.logsigmoid(logits[::2, 0] - logits[1::2, 0]).sum()
     if logits.dim() == 2:
@@ -201,7 +201,7 @@ def _rewarding(name: str, kind: str, num_labels: int) -> Any:
 
 
 def _reward(rank: int, case: tuple[str, str, JobConfig, int]) -> Trained:
-    """A step of rows padded on the left, then one of rows padded on the right."""
+    """Train a step of rows padded on the left, then one of rows padded on the right."""
     name, kind, config, num_labels = case
     run = isp.parallelize(_rewarding(name, kind, num_labels), config)
     losses, norms = [], []
@@ -216,8 +216,8 @@ def _reward(rank: int, case: tuple[str, str, JobConfig, int]) -> Trained:
     return Trained(losses, norms, whole_weights(run))
 
 
-def test_models_that_classify_are_trained_as_transformers_computes_them() -> None:
-    """Catches another token's logits than the last one's, and padding that is seen."""
+def test_classification_models_train_as_in_transformers() -> None:
+    """Catches logits of another token than the last, and attention to padding."""
     found = run_each(4, _reward, REWARDS, timeout_seconds=100)
     for name, (kind, head, _, num_labels) in REWARDS.items():
 
@@ -236,7 +236,7 @@ def test_models_that_classify_are_trained_as_transformers_computes_them() -> Non
 
 
 def _micro_batches() -> list[dict[str, Tensor]]:
-    """Pairs, of unequal lengths and numbers, and what a loss needs beside."""
+    """Return pairs of unequal lengths and numbers, with the tensors that a loss needs."""
     found = []
     for seed, (rows, length) in enumerate([(4, 16), (8, 12), (4, 9), (4, 14)]):
         packed = packed_rows(rows, length, [[length], [5, length - 5]] * (rows // 2), seed)
@@ -249,7 +249,7 @@ MICRO_BATCHES = _micro_batches()
 
 
 def _preference(scores: TokenScores, batch: Mapping[str, Tensor]) -> Tensor:
-    """With a clipped ratio and entropy."""
+    """Return a preference loss with a clipped ratio and entropy."""
     assert scores.entropy is not None
     weights, before = batch["weights"], batch["before"]
     gains = ((scores.log_probs - before) * weights).sum(1)
@@ -288,7 +288,7 @@ PIPELINES = {
 
 
 def _pipelined(rank: int, config: JobConfig) -> Trained:
-    """A step of two calls, whose gradients add up."""
+    """Train one step of two `forward_backward` calls, whose gradients are summed."""
     model = tiny("llama", num_hidden_layers=4, tie_word_embeddings=True)
     frozen = copy.deepcopy(model).requires_grad_(False)
     reference, run = isp.parallelize(frozen, config), isp.parallelize(model, config)
@@ -317,8 +317,8 @@ def _plainly_scored(model: nn.Module, batch: Mapping[str, Tensor]) -> TokenScore
 
 
 @pytest.mark.slow
-def test_micro_batches_of_a_pipeline_go_backward_from_ones_own_loss() -> None:
-    """Catches a stage that goes backward from something else, and gradients of one call alone."""
+def test_a_pipeline_runs_backward_of_a_users_loss() -> None:
+    """Catches a stage that runs backward of something else, and gradients of one call only."""
     found = run_each(4, _pipelined, PIPELINES, timeout_seconds=100)
     model = tiny("llama", num_hidden_layers=4, tie_word_embeddings=True)
     with torch.no_grad():
@@ -339,7 +339,7 @@ def test_micro_batches_of_a_pipeline_go_backward_from_ones_own_loss() -> None:
 
 
 def _reaching(ask: Ask, step: int, part: slice = slice(None)) -> Tensor:
-    """The loss of a step: of hidden states alone in the second, so that the head has no part."""
+    """Return the loss of a step; that of step 1 uses hidden states only, so it skips the head."""
     rows = Rows(*(None if x is None else x[part] for x in BATCHES[step]))
     if step == 1:
         found = ask.hidden(rows.input_ids, rows.position_ids)
@@ -352,7 +352,7 @@ def _one_block(seed: int = 0) -> Any:
 
 
 def _reached(rank: int, case: tuple[JobConfig, JobConfig, Any, Path]) -> Trained:
-    """Three steps, the last of which is another run's, in another layout."""
+    """Train three steps, the last of which is another run's, in another layout."""
     before, after, make, folder = case
     losses, norms, run = list[float](), list[float](), None
     for step in range(3):
@@ -377,8 +377,10 @@ def _torchs(named: list[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
     return torch.optim.AdamW(groups, 1e-2, (0.9, 0.95))
 
 
-def test_a_weight_that_no_loss_reaches_stays_as_it_is(tmp_path: Path) -> None:
-    """Catches a head that decays, moves by momentum, or counts a step in which it has no part."""
+def test_a_weight_that_no_loss_reaches_is_not_updated(tmp_path: Path) -> None:
+    """Catches a head that decays, moves by momentum, or counts a step in which it has no
+    gradient.
+    """
     layouts: dict[int, dict[str, tuple[JobConfig, JobConfig, Any]]] = {
         1: {"alone": (job(), job(), None)},
         2: {"zero1": (job(), job(2, 2), None)},

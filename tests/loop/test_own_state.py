@@ -1,4 +1,4 @@
-"""The state of a run of the caller's own loop, beside the unmodified model on one process."""
+"""The state of a run in a user's training loop, against the unmodified model in one process."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def _failed(fn: Callable[..., Any], *args: Any) -> str:
 
 
 def _interrupted(rank: int, case: tuple[Any, Any, JobConfig, JobConfig, Path]) -> Trained:
-    """Two steps in one layout, two in another, of a model that began with other weights."""
+    """Train two steps, then two in another layout with a model of other initial weights."""
     model, other, before, behind, folder = case
     first = isp.parallelize(model, before)
     begun = trained(first, DATA[:2])
@@ -77,15 +77,19 @@ def _interrupted(rank: int, case: tuple[Any, Any, JobConfig, JobConfig, Path]) -
 
 
 def test_a_checkpoint_resumes_in_any_layout(tmp_path: Path) -> None:
-    """Catches a state, a count or a place that a checkpoint loses; one found by the wrong name."""
+    """Catches a state, a count or a position that a checkpoint loses or finds under another
+    name.
+    """
     model = tiny("llama")
     case = (copy.deepcopy(model), tiny("llama", seed=1), FSP, ISP, tmp_path)
     expected = trained_plainly(model, DATA)
     assert_trained_as(expected, run_each(4, _interrupted, {"fsp to isp": case})["fsp to isp"])
 
 
-def _unharmed(rank: int, case: tuple[Any, Path]) -> None:
-    """Of masters and dropout every bit goes on; a failed save and a foreign model change none."""
+def _resumed_after_failures(rank: int, case: tuple[Any, Path]) -> None:
+    """Check that masters and dropout resume bit by bit, also after failed saves and a wrong
+    load.
+    """
     foreign, folder = case
     run = isp.parallelize(Own(dropout=0.2), job(2, 2, dtype="bfloat16"))
     trained(run, DATA[:1])
@@ -106,16 +110,16 @@ def _unharmed(rank: int, case: tuple[Any, Path]) -> None:
     assert _equal(trained(run, DATA[1:3]), expected)
 
 
-def test_a_failed_save_leaves_the_last_one(tmp_path: Path) -> None:
-    """Catches random states or masters that are lost, and a half written checkpoint."""
-    run_each(2, _unharmed, {"own": (tiny("llama"), tmp_path)})
+def test_a_failed_save_keeps_the_last_checkpoint(tmp_path: Path) -> None:
+    """Catches lost random states or masters, and a partial checkpoint."""
+    run_each(2, _resumed_after_failures, {"own": (tiny("llama"), tmp_path)})
 
 
 # -- weights ---------------------------------------------------------------------------------
 
 
 def _streamed(rank: int, case: tuple[Any, Any, JobConfig]) -> None:
-    """Whole weights into the plain model behind each step, which then gives the run's own loss."""
+    """Load whole weights into the plain model after each step; it must give the run's loss."""
     model, plain, config = case
     run = isp.parallelize(model, config)
     for rows in DATA[:2]:
@@ -139,8 +143,8 @@ def _streamed(rank: int, case: tuple[Any, Any, JobConfig]) -> None:
     assert "to_rank=4 must be a rank, from 0 to 3" in raised(lambda: run.named_weights(to_rank=4))
 
 
-def test_whole_weights_feed_a_plain_model() -> None:
-    """Catches a name, a shard or an adapter that is missing, and weights that are not copies."""
+def test_named_weights_load_into_the_plain_model() -> None:
+    """Catches a missing name, shard or adapter, and weights that are not copies."""
     cases = {
         "msp": (tiny("phi3"), tiny("phi3", seed=1), job(2, mode=Mode.MSP)),
         "mtp, tied": (tiny("gemma3_text"), tiny("gemma3_text", seed=1), job(2, mode=Mode.MTP)),
@@ -152,8 +156,8 @@ def test_whole_weights_feed_a_plain_model() -> None:
 # -- gradients, modes, adapters --------------------------------------------------------------
 
 
-def _looked_at(rank: int, case: tuple[Any, Any, JobConfig]) -> float:
-    """Norms before the step; the model below as a reference; dropout off. The first norm."""
+def _inspected(rank: int, case: tuple[Any, Any, JobConfig]) -> float:
+    """Check gradient norms, the model without adapters, and dropout off; return the first norm."""
     model, base, config = case
     run = isp.parallelize(model, config).eval()
     rows = DATA[0].part(run.dp_rank, run.dp_size)
@@ -188,8 +192,10 @@ def _backward(run: ParallelRun, rows: Rows) -> None:
     run.backward(run.log_probs(*rows).log_probs.sum())
 
 
-def test_what_a_loop_may_look_at() -> None:
-    """Catches a norm of some ranks' gradients, adapters that still add, dropout in evaluation."""
+def test_a_loop_can_read_norms_and_switch_off_adapters_and_dropout() -> None:
+    """Catches a norm of some ranks' gradients only, adapters that still apply, dropout in
+    evaluation.
+    """
     lora, dropping = _with_lora(), Own(dropout=0.2).double()
     cases = {
         "adapters": (lora, tiny("llama"), job(2, 2, recompute=0.5)),
@@ -200,15 +206,18 @@ def test_what_a_loop_may_look_at() -> None:
     expected = torch.nn.utils.get_total_norm(
         [p.grad for p in plain.parameters() if p.requires_grad]
     )
-    found = run_each(4, _looked_at, cases)["adapters"]
+    found = run_each(4, _inspected, cases)["adapters"]
     assert all(abs(norm / expected.item() - 1) < TOLERANCE for norm in found)
 
 
 # -- memory ----------------------------------------------------------------------------------
 
 
-def _away(rank: int, config: JobConfig) -> None:
-    """On the CPU `to` moves nothing; what it does elsewhere is done here by hand."""
+def _off_the_device(rank: int, config: JobConfig) -> None:
+    """Check training with weights that leave the device.
+
+    On the CPU `to` moves nothing, so this calls `_leave`, which frees them as on a device.
+    """
     run, other = (isp.parallelize(Own(), config) for _ in range(2))
     for count, rows in enumerate(DATA):
         expected = trained(other, [rows])
@@ -227,9 +236,9 @@ def _away(rank: int, config: JobConfig) -> None:
 
 
 def test_weights_leave_the_device_and_come_back() -> None:
-    """Catches a view that has no memory any more, a state that is lost, a gradient that stays."""
+    """Catches a view of freed memory, a state that is lost, and a gradient that remains."""
     cases = {"masters": job(2, 2, dtype="bfloat16"), "zero1": job(2, 1), "data": job(1, 1)}
-    run_each(2, _away, cases)
+    run_each(2, _off_the_device, cases)
 
 
 # -- an optimizer of torch -------------------------------------------------------------------
@@ -238,7 +247,7 @@ Named = list[tuple[str, nn.Parameter]]
 
 
 def _adamw(named: Named) -> torch.optim.Optimizer:
-    """Norms and biases do not decay, as loops say it by names."""
+    """Return AdamW without decay of norms and biases, chosen by name as users' loops do."""
     kinds = [
         [p for n, p in named if ("norm" in n or "bias" in n) is flat] for flat in (True, False)
     ]
@@ -279,7 +288,7 @@ def _by_torch(model: Any, make: Callable[[Named], torch.optim.Optimizer]) -> Tra
 
 
 def _stepped(run: ParallelRun, rows: Rows) -> Trained:
-    """A step of the mean loss, in a pipeline of two micro-batches if there are stages."""
+    """Take a step of the mean loss, in a pipeline of two micro-batches if there are stages."""
     if run.mesh[Axis.PIPELINE].size == 1:
         return trained(run, [rows])
     part = rows.part(run.dp_rank, run.dp_size)
@@ -294,7 +303,7 @@ def _stepped(run: ParallelRun, rows: Rows) -> Trained:
 
 
 def _by_own_optimizer(rank: int, case: tuple[Any, Any, Any, JobConfig, JobConfig, Path]) -> Trained:
-    """Two steps in one layout, two in another."""
+    """Train two steps in one layout and two in another."""
     model, other, make, before, behind, folder = case
     parts: list[Trained] = []
     for number, (of_part, config) in enumerate([(model, before), (other, behind)]):
@@ -317,8 +326,8 @@ def _by_own_optimizer(rank: int, case: tuple[Any, Any, Any, JobConfig, JobConfig
 
 
 @pytest.mark.slow
-def test_an_optimizer_of_torch_does_what_it_does_to_the_unmodified_model(tmp_path: Path) -> None:
-    """Catches a state, a count or a rate that is not the plain optimizer's, here or behind load."""
+def test_an_optimizer_of_torch_trains_as_on_the_unmodified_model(tmp_path: Path) -> None:
+    """Catches a state, a count or a rate other than the plain optimizer's, also after a load."""
     layouts = {
         "stages": (partial(tiny, "llama"), _adamw, _staged("1F1B"), FSP),
         "adapters": (_with_lora, _sgd, job(2, 2), job(4, 4)),
@@ -337,7 +346,7 @@ def test_an_optimizer_of_torch_does_what_it_does_to_the_unmodified_model(tmp_pat
 
 
 def _fused(named: Named) -> torch.optim.Optimizer:
-    """As isp's own adamw."""
+    """Return torch's fused AdamW with the options of ISP's adamw."""
     kinds = [[p for _, p in named if (p.dim() < 2) is flat] for flat in (True, False)]
     groups = [
         {"params": own, "weight_decay": decay} for own, decay in zip(kinds, (0.0, 0.1), strict=True)
@@ -364,13 +373,13 @@ def _beside_the_own_rule(rank: int, case: tuple[JobConfig, Path]) -> None:
     assert _equal(trained(other, DATA[2:]), expected)
 
 
-def test_an_optimizer_of_torch_has_masters_and_clipping_as_the_own_rule(tmp_path: Path) -> None:
-    """Catches weights that do not follow their masters, or masters that lose what was written."""
+def test_an_optimizer_of_torch_has_the_masters_and_clipping_of_isps_rule(tmp_path: Path) -> None:
+    """Catches weights that do not follow their masters, and masters that lose written values."""
     run_each(2, _beside_the_own_rule, {"own": (job(2, 2, dtype="bfloat16"), tmp_path)})
 
 
 def test_an_optimizer_that_needs_whole_weights_is_refused() -> None:
-    """Catches one that would update a rank's rows as if they were the weight."""
+    """Catches an optimizer that would treat a rank's rows as the whole weight."""
     model, matrices, of = Own(), Own(), torch.optim
     for parameter in matrices.parameters():
         parameter.requires_grad_(parameter.dim() == 2)
@@ -395,8 +404,10 @@ def test_an_optimizer_that_needs_whole_weights_is_refused() -> None:
     assert "optimizer.moment_dtype=bfloat16 applies only to isp's own" in said
 
 
-def _silent(rank: int, _: None) -> None:
-    """Optimizers over parameters, made before or behind; with the model the refusal goes."""
+def _without_effect(rank: int, _: None) -> None:
+    """Check optimizers made before and after sharding; without the model, the refusal is
+    gone too.
+    """
     model = Own().double()
     before = torch.optim.SGD(model.parameters(), lr=1.0)
     run = isp.parallelize(model, job(2, 2))
@@ -409,6 +420,6 @@ def _silent(rank: int, _: None) -> None:
     behind.step()
 
 
-def test_what_would_be_without_effect_is_refused() -> None:
-    """Catches a step that trains nothing and says nothing, and hooks that outlive their model."""
-    run_each(2, _silent, {"own": None})
+def test_optimizers_without_effect_are_refused() -> None:
+    """Catches a step that silently trains nothing, and hooks that outlive their model."""
+    run_each(2, _without_effect, {"own": None})

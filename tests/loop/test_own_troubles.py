@@ -1,4 +1,4 @@
-"""Losses of one's own in loops where something fails, is left out, or comes between."""
+"""A user's losses in loops where something fails, is left out, or happens in between."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def _loss_of(run: ParallelRun, rows: Rows) -> Tensor:
 
 
 def _fails(where: str, run: ParallelRun, fn: Callable[..., object], *args: Any) -> None:
-    """In the forward of a block, or in its backward."""
+    """Raise in the forward of a block, or in its backward."""
 
     def fail(_: nn.Module, __: Any, output: Tensor) -> None:
         if where == "forward":
@@ -54,7 +54,7 @@ def _in_the_model(run: ParallelRun, rows: Rows) -> None:
     run.backward(_loss_of(run, rows))
     _fails("forward", run, run.hidden, rows.input_ids)
     _fails("backward", run, lambda: run.backward(_loss_of(run, rows)))
-    # what is there is a part of the gradients
+    # the gradients computed so far are incomplete
     assert "call run.backward(loss) first" in raised(run.step)
     run.backward(_loss_of(run, rows))
     run.zero_grad()
@@ -80,7 +80,9 @@ def _in_the_loss(run: ParallelRun, rows: Rows) -> None:
 
 
 def _between(run: ParallelRun, rows: Rows) -> None:
-    """Forwards between a forward and its backward, and graphs of other weights."""
+    """Run forwards between a forward and its backward, and backward of graphs with stale
+    weights.
+    """
     found, other = _loss_of(run, rows), _loss_of(run, rows)
     with torch.no_grad():
         run.loss(*rows)
@@ -94,12 +96,12 @@ def _between(run: ParallelRun, rows: Rows) -> None:
 
 
 def _left_alone(run: ParallelRun, rows: Rows) -> None:
-    """A forward that nobody goes backward from is kept by its results alone."""
+    """Check that only the results keep a forward alive whose backward never runs."""
     alive: list[weakref.ref[Any]] = []
 
     def watch(_: nn.Module, __: Any, output: Tensor) -> None:
         def hook(gradient: Tensor) -> None:
-            """Held by the graph."""
+            """Do nothing; the graph keeps this function alive."""
 
         output.register_hook(hook)
         alive.append(weakref.ref(hook))
@@ -124,14 +126,14 @@ def _troubled(rank: int, trouble: Callable[[ParallelRun, Rows], None]) -> Traine
     return trained(isp.parallelize(tiny("llama"), job(2, 2)), [ROWS] * 2, trouble)
 
 
-def test_what_fails_or_is_left_alone_changes_nothing() -> None:
-    """Catches gradients of a pass that failed, and forwards that stay in memory or in the way."""
+def test_failed_and_abandoned_passes_change_nothing() -> None:
+    """Catches gradients of a failed backward, and forwards that stay in memory or block others."""
     expected = trained_plainly(tiny("llama"), [ROWS] * 2)
     for name, of_ranks in run_each(2, _troubled, TROUBLES).items():
         assert_trained_as(expected, of_ranks, name)
 
 
-def _asked_in_vain(rank: int, _: None) -> None:
+def _impossible_choices(rank: int, _: None) -> None:
     run, ids = isp.parallelize(tiny("llama"), job()), ROWS.input_ids
     pick = ids.unsqueeze(-1)
     assert "not both" in raised(lambda: run.logits(ids, pick, top_k=1))
@@ -141,6 +143,6 @@ def _asked_in_vain(rank: int, _: None) -> None:
     assert "use run.logits" in raised(isp.parallelize(Own(), job()).hidden, ids)
 
 
-def test_what_is_asked_for_in_vain_is_refused() -> None:
-    """Catches choices of tokens that would be gathered from the wrong place, or not at all."""
-    run_each(1, _asked_in_vain, {"llama": None})
+def test_impossible_choices_of_logits_are_refused() -> None:
+    """Catches token choices that would be gathered from the wrong position, or not at all."""
+    run_each(1, _impossible_choices, {"llama": None})

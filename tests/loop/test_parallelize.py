@@ -35,7 +35,7 @@ TWO = [[50, 14], [64]]
 
 
 def _data() -> list[Rows]:
-    """Steps of four rows (two a rank), of two, and one whose first rank has nothing to predict."""
+    """Return steps of four rows (two a rank), of two, and one whose first rank has no labels."""
     steps = [packed_rows(4, 64, FOUR, 1), packed_rows(2, 64, TWO, 2), packed_rows(4, 64, FOUR, 3)]
     empty = steps[2].labels
     assert empty is not None
@@ -66,16 +66,16 @@ def _train(rank: int, case: tuple[nn.Module, Any, list[Rows], Path]) -> Any:
 CASES = {
     "cohere": job(2, 2),  # norms [H, d], which are not decayed
     "gpt2": job(2, 4, recompute=0.5),  # Conv1D, and a tied head
-    "mistral": job(4, 2, context=2),  # rows of unlike documents, joined
+    "mistral": job(4, 2, context=2),  # rows with different documents, packed
     "deepseek_v3": job(2, 4),  # experts, values smaller than keys, a buffer that is saved
     "gemma3_text": job(2, mode=Mode.MTP, recompute=0.5),  # a tied head, norms of heads
-    "phi3": job(2, mode=Mode.MSP),  # fused projections, gathered behind
+    "phi3": job(2, mode=Mode.MSP),  # fused projections
     "qwen2_moe": job(2, mode=Mode.FSP, recompute=0.5),  # biases of columns, experts
 }
 
 
-def test_trains_as_the_unmodified_model_does(tmp_path: Path) -> None:
-    """Catches a gradient, norm or update that is not that of the global mean; weights lost."""
+def test_a_parallelized_model_trains_as_the_unmodified_one(tmp_path: Path) -> None:
+    """Catches a gradient, norm or update that is not that of the global mean, and lost weights."""
     data = _data()
     models = {name: tiny(name) for name in CASES}
     cases = {name: (models[name], config, data, tmp_path / name) for name, config in CASES.items()}
@@ -110,8 +110,8 @@ def _save_in_vain(rank: int, folder: Path) -> str:
 
 
 @pytest.mark.parametrize("fault", ["no folder", "no space"])
-def test_all_ranks_learn_that_weights_cannot_be_written(tmp_path: Path, fault: str) -> None:
-    """Catches ranks that wait in a gather for one that has ended, and what is left of a file."""
+def test_a_failed_write_of_weights_is_raised_on_all_ranks(tmp_path: Path, fault: str) -> None:
+    """Catches ranks that wait in a gather for a failed rank, and a partial file that remains."""
     folder = tmp_path / "hf"
     if fault == "no folder":
         folder.write_text("a file")

@@ -1,4 +1,4 @@
-"""Models that `isp.parallelize` does not take, and what it says of them; no ranks are started."""
+"""Models that `isp.parallelize` refuses, and the messages; no ranks are started."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.models.models import job, tiny
 from tests.models.own import Own, OwnBlock
 
 
-def _parallelised() -> nn.Module:
+def _parallelized() -> nn.Module:
     model = Own()
     isp.parallelize(model, job())
     return model
@@ -39,7 +39,7 @@ def _compiled() -> nn.Module:
     return model
 
 
-def _quantised() -> nn.Module:
+def _quantized() -> nn.Module:
     model = Own()
     weight = torch.zeros(32, 32, dtype=torch.int8)
     model.blocks[0].q.weight = nn.Parameter(weight, requires_grad=False)
@@ -52,7 +52,7 @@ class _TiedByHand(Own):
 
 
 class _Reading(nn.Embedding):
-    """Reads its weight in a way of which a rank's part would know nothing."""
+    """An embedding that reads its weight in a way that fails with a rank's part of it."""
 
     way = ""
 
@@ -80,7 +80,7 @@ def _table(**options: Any) -> nn.Module:
 
 
 def _computed(by: Callable[[nn.Module], object], name: str = "blocks.0.q") -> nn.Module:
-    """A model one of whose weights is computed from others."""
+    """Return a model one of whose weights is computed from others."""
     model = Own()
     by(model.get_submodule(name))
     return model
@@ -140,7 +140,7 @@ class _Counting(Own):
 
 
 class _Mixing(OwnBlock):
-    """A block that does something to its tokens before it attends."""
+    """A block that mixes tokens before it attends."""
 
     mix = staticmethod(lambda x: x.cumsum(1))
 
@@ -153,7 +153,7 @@ def _mixing(mix: Callable[[Tensor], Tensor]) -> Callable[[], nn.Module]:
 
 
 class _ShortConvolution(nn.Module):
-    """Holds a weight that looks like those of experts."""
+    """A convolution whose weight has the shape of stacked experts."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -170,7 +170,9 @@ def _convolution() -> nn.Module:
 
 
 class _SlicedAngles(OwnBlock):
-    """Turns q and k by angles of the rows of a table, and not of the positions."""
+    """A block that rotates q and k by the first rows of a table instead of those of the
+    positions.
+    """
 
     def __init__(self, *sizes: Any) -> None:
         super().__init__(*sizes)
@@ -184,7 +186,7 @@ class _SlicedAngles(OwnBlock):
 
 
 class _InTraining(OwnBlock):
-    """Mixes tokens in training alone."""
+    """A block that mixes tokens only in training."""
 
     def forward(self, x: Tensor) -> Tensor:
         y = super().forward(x)
@@ -192,7 +194,7 @@ class _InTraining(OwnBlock):
 
 
 def _leaking() -> nn.Module:
-    """A Llama of which one MLP sees the token before."""
+    """Return a Llama with one MLP that sees the previous token."""
     model = tiny("llama")
     plain = type(model.model.layers[1].mlp)
 
@@ -233,7 +235,7 @@ _DEEPSEEK4 = {
     "n_routed_experts": 4, "num_experts_per_tok": 2, "qk_rope_head_dim": 4,
     "num_key_value_heads": 1,
 }  # fmt: skip
-"""Of windows of 128 tokens alone, more than a trace has."""
+"""Sizes with windows of 128 tokens, more than a trace has."""
 
 
 def _without_positions() -> nn.Module:
@@ -244,13 +246,13 @@ def _without_positions() -> nn.Module:
 
 
 MODELS: dict[str, tuple[Callable[[], nn.Module], str]] = {
-    "twice": (_parallelised, "was parallelized before, or another library has wrapped it"),
+    "twice": (_parallelized, "was parallelized before, or another library has wrapped it"),
     "copy": (
         lambda: copy.copy(_wrapped()),
         "norm (LayerNorm) has a forward that is not its class's",
     ),
     "compiled": (_compiled, "blocks.1 (OwnBlock) is compiled"),
-    "quantised": (_quantised, "blocks.0.q.weight has dtype torch.int8"),
+    "quantised": (_quantized, "blocks.0.q.weight has dtype torch.int8"),
     "tied by hand": (_TiedByHand, "tokens.weight is read by"),
     "a table's rows by number": (lambda: _reading("slice"), "positions.weight is read by __getit"),
     "a table's size": (lambda: _reading("size"), "positions.weight is read by shape"),
@@ -338,7 +340,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], str]] = {
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_models_that_cannot_be_run_are_refused(name: str) -> None:
+def test_unsupported_models_are_refused(name: str) -> None:
     """Catches a model that is run wrongly, or fails without saying where and why."""
     make, said = MODELS[name]
     with pytest.raises(ValueError, match=r".") as raised:
@@ -348,15 +350,15 @@ def test_models_that_cannot_be_run_are_refused(name: str) -> None:
 
 
 def test_positions_that_depend_on_the_whole_row_are_refused() -> None:
-    """Catches ranks that turn their part of a row by other angles than the whole would be."""
+    """Catches ranks that rotate their part of a row by other angles than those of the whole row."""
     rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
     with pytest.raises(ValueError, match=r"dynamic .* of parallel\.tensor\.size=2 ranks"):
         isp.parallelize(tiny("llama", rope_parameters=rope), job(tensor=2))
     assert not dist.is_initialized()
 
 
-def test_rows_in_which_a_models_own_count_of_tokens_matters_are_refused() -> None:
-    """Catches a temperature that a model takes from the number of a token among its rank's."""
+def test_rows_long_enough_for_a_models_attention_temperature_are_refused() -> None:
+    """Catches a temperature that a model derives from a token's index among those of its rank."""
     kinds = {"no_rope_layers": [1, 1, 0], "num_local_experts": 2}
     run = isp.parallelize(tiny("llama4_text", floor_scale=80, **kinds), job())
     run.loss(torch.ones(1, 72, dtype=torch.int64))
@@ -367,8 +369,8 @@ def test_rows_in_which_a_models_own_count_of_tokens_matters_are_refused() -> Non
     run.train_step.drain()
 
 
-def test_a_model_without_positions_is_taken() -> None:
-    """Catches a model that reads no position_ids, and counts nothing, taken for one that counts."""
+def test_a_model_without_positions_is_accepted() -> None:
+    """Catches a model without position_ids that is refused as if it counted tokens itself."""
 
     class _Nowhere(nn.Module):
         def forward(self, ids: Tensor, *_: Any, **__: Any) -> Tensor:
@@ -379,16 +381,18 @@ def test_a_model_without_positions_is_taken() -> None:
     assert not TracedModel(model).trace.reads_positions
 
 
-def test_a_model_that_is_compiled_afterwards_is_refused() -> None:
-    """Catches a compiled copy of what calls collectives, which fails deep inside of torch."""
+def test_a_model_compiled_after_parallelize_is_refused() -> None:
+    """Catches a compiled copy of code with collectives, which fails deep inside torch."""
     run = isp.parallelize(Own(), job())
     run.model.compile()
     with pytest.raises(ValueError, match=r"the model \(Own\) is compiled"):
         run.loss(torch.ones(1, 16, dtype=torch.int64))
 
 
-def test_a_warning_says_that_the_loss_sees_the_answer(caplog: pytest.LogCaptureFixture) -> None:
-    """Catches a loss near zero that nothing explains."""
+def test_a_model_that_leaks_the_next_token_gives_a_warning(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Catches a loss near zero without an explanation."""
     sizes = {"type_vocab_size": 2, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
     TracedModel(tiny("bert", is_decoder=True, **sizes))
     assert not caplog.text
@@ -396,8 +400,8 @@ def test_a_warning_says_that_the_loss_sees_the_answer(caplog: pytest.LogCaptureF
     assert "BertLMHeadModel uses bidirectional attention" in caplog.text
 
 
-def test_chunks_of_attention_are_refused_where_a_sequence_is_cut_by_tokens() -> None:
-    """Catches keys of other ranks that a plan of whole documents takes for those of a chunk."""
+def test_chunked_attention_is_refused_with_context_ranks() -> None:
+    """Catches keys of other ranks that a plan for whole documents takes for those of a chunk."""
     model = tiny("llama4_text", num_local_experts=2)
     with pytest.raises(
         ValueError, match=r"chunked_attention .* parallel\.sequence_2D\.context_size=2"

@@ -1,4 +1,4 @@
-"""Peaks by the names that drivers give, memory, and the line that explains both."""
+"""Peak FLOPs by device name, memory, and the log line that explains both."""
 
 from mmap import mmap
 
@@ -24,29 +24,29 @@ from isp.metrics import MemoryMeter, describe_mfu, device_name, peak_memory_gib,
         ("Some CPU 2000", None),
     ],
 )
-def test_peak_by_name(name: str, peak: float | None) -> None:
-    """Catches a name that is the beginning of another's (H20, H200), and a guess at a slice."""
+def test_the_peak_follows_the_device_name(name: str, peak: float | None) -> None:
+    """Catches a name that is a prefix of another (H20, H200), and a guess for a MIG slice."""
     assert peak_tflops(name) == peak
 
 
-def test_configured_peak_goes_first() -> None:
+def test_a_configured_peak_takes_precedence() -> None:
     """Catches `metrics.peak_tflops` ignored on a known or an unknown device."""
     assert peak_tflops("NVIDIA H200", 500.0) == 500.0
     assert peak_tflops("abacus", 0.5) == 0.5
 
 
 def test_memory_is_a_peak_in_gib() -> None:
-    """Catches a wrong unit, and present use reported as the peak."""
+    """Catches a wrong unit, and current memory reported as the peak."""
     cpu = torch.device("cpu")
     before = peak_memory_gib(cpu)
     assert 0.01 < before < 64
     filled = b"x" * int((before + 0.1) * 2**30)
     del filled
-    assert before + 0.1 <= peak_memory_gib(cpu) < 2 * before + 1  # beside all that there was
+    assert before + 0.1 <= peak_memory_gib(cpu) < 2 * before + 1  # in addition to the earlier peak
 
 
-def test_mfu_is_explained() -> None:
-    """Catches an MFU whose peak the reader has to guess."""
+def test_the_mfu_is_explained_in_the_log() -> None:
+    """Catches an MFU whose formula or peak the reader has to guess."""
     known = describe_mfu("NVIDIA H200", 989.4)
     assert known == "tflops / 989.4, the peak of NVIDIA H200 in dense bfloat16"
     assert "metrics.peak_tflops" in describe_mfu("abacus", None)
@@ -60,7 +60,7 @@ def test_cpu_has_a_name() -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_gpu_memory_is_that_of_tensors() -> None:
-    """Catches the process' memory reported for that of the device."""
+    """Catches the memory of the process reported as that of tensors."""
     device = torch.device("cuda", 0)
     torch.cuda.init()  # without it there is nothing to reset
     torch.cuda.reset_peak_memory_stats(device)
@@ -70,11 +70,11 @@ def test_gpu_memory_is_that_of_tensors() -> None:
     assert device_name(device)
 
 
-def test_memory_in_use_follows_what_is_taken_and_given_back():
+def test_memory_in_use_rises_and_falls():
     """Catches a meter that reads a peak, another process, or pages as bytes."""
     meter = MemoryMeter(torch.device("cpu"))
     before = meter.gib()
-    taken = mmap(-1, 2**27)  # 128 MiB of the system, where malloc may have some left
+    taken = mmap(-1, 2**27)  # 128 MiB from the system; malloc might reuse freed memory
     torch.frombuffer(taken, dtype=torch.uint8).fill_(1)
     during = meter.gib()
     taken.close()

@@ -1,4 +1,4 @@
-"""The metrics file after crashes, on a full disk, and on resuming."""
+"""The metrics file after crashes, on a full disk, and when a run resumes."""
 
 import logging
 from dataclasses import replace
@@ -28,8 +28,8 @@ def path(tmp_path: Path) -> Path:
     return path
 
 
-def test_each_line_is_there_when_write_returns(tmp_path: Path) -> None:
-    """Catches a buffer that a killed process would take with it."""
+def test_each_line_is_on_disk_when_write_returns(tmp_path: Path) -> None:
+    """Catches a buffer that is lost when the process is killed."""
     path = tmp_path / "metrics.jsonl"
     metrics = MetricsFile(path)
     assert read_metrics(path) == []
@@ -40,8 +40,8 @@ def test_each_line_is_there_when_write_returns(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("cut", [1, 20, 150])
-def test_torn_last_line(path: Path, cut: int) -> None:
-    """Catches a reader that gives up on a torn line, and a new line glued to its rest."""
+def test_an_incomplete_last_line_is_removed(path: Path, cut: int) -> None:
+    """Catches a reader that fails on an incomplete line, and a new line appended to it."""
     path.write_bytes(path.read_bytes()[:-cut])
     assert steps(path) == [1, 2, 3]
     with MetricsFile(path, last_step=3) as metrics:
@@ -49,8 +49,8 @@ def test_torn_last_line(path: Path, cut: int) -> None:
     assert steps(path) == [1, 2, 3, 4]
 
 
-def test_zeros_after_a_power_failure(path: Path) -> None:
-    """Catches blocks that were allocated but never written taken for a line."""
+def test_zeros_after_a_power_failure_are_removed(path: Path) -> None:
+    """Catches blocks that were allocated but never written read as a line."""
     path.write_bytes(path.read_bytes() + bytes(4096))
     assert steps(path) == [1, 2, 3, 4]
     with MetricsFile(path, last_step=4) as metrics:
@@ -60,13 +60,13 @@ def test_zeros_after_a_power_failure(path: Path) -> None:
 
 @pytest.mark.parametrize(("last_step", "kept"), [(0, []), (2, [1, 2]), (4, [1, 2, 3, 4])])
 def test_later_steps_are_removed(path: Path, last_step: int, kept: list[int]) -> None:
-    """Catches steps that were lost with the crash and are recorded twice."""
+    """Catches steps lost in the crash that are then recorded twice."""
     MetricsFile(path, last_step=last_step).close()
     assert steps(path) == kept
 
 
-def test_broken_line_is_named_and_nothing_is_lost(path: Path) -> None:
-    """Catches a file that is not ours, or was edited, being cut."""
+def test_a_broken_line_is_named_and_the_file_is_kept(path: Path) -> None:
+    """Catches a foreign or edited file that is truncated."""
     lines = path.read_bytes().splitlines(keepends=True)
     path.write_bytes(b"".join([*lines[:2], b"hello\n", *lines[3:]]))
     before = path.read_bytes()
@@ -78,8 +78,10 @@ def test_broken_line_is_named_and_nothing_is_lost(path: Path) -> None:
 
 
 @pytest.mark.parametrize("room", [0, 1, 100])
-def test_full_disk_is_waited_for(path: Path, room: int, caplog: pytest.LogCaptureFixture) -> None:
-    """Catches a run killed by a full disk, a warning a step, a torn or a missing line."""
+def test_a_full_disk_is_waited_for(path: Path, room: int, caplog: pytest.LogCaptureFixture) -> None:
+    """Catches a run ended by a full disk, a warning for each step, and an incomplete or missing
+    line.
+    """
     metrics = MetricsFile(path, last_step=4)
     with no_file_larger_than(path.stat().st_size + room):
         for step in (5, 6, 7):
@@ -93,8 +95,8 @@ def test_full_disk_is_waited_for(path: Path, room: int, caplog: pytest.LogCaptur
     assert "no step is missing" in caplog.text
 
 
-def test_full_disk_at_the_end(path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Catches records dropped without a word, and a file left torn."""
+def test_a_full_disk_at_the_end_is_reported(path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Catches records silently dropped, and a file with an incomplete line."""
     metrics = MetricsFile(path, last_step=4)
     with no_file_larger_than(path.stat().st_size + 10):
         metrics.write(record(5))

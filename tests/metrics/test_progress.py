@@ -21,7 +21,7 @@ class Terminal(io.StringIO):
         return True
 
     def rows(self) -> list[str]:
-        """Return the visible rows: text after a carriage return covers the text before it."""
+        """Return the visible rows: text after a carriage return overwrites the text before it."""
         rows = []
         for line in self.getvalue().split("\n"):
             row: list[str] = []
@@ -31,8 +31,8 @@ class Terminal(io.StringIO):
         return rows
 
 
-def test_lines_stand_above_the_bar(tmp_path: Path) -> None:
-    """Catches lines written into the bar, and a bar that leaves its pieces between lines."""
+def test_lines_appear_above_the_bar(tmp_path: Path) -> None:
+    """Catches lines written into the bar, and fragments of the bar between lines."""
     terminal = Terminal()
     with (
         run_logging(tmp_path / "log", rank=0, terminal=terminal),
@@ -40,7 +40,7 @@ def test_lines_stand_above_the_bar(tmp_path: Path) -> None:
     ):
         for step in (2, 3):
             bar.show(loss=2.5, eta_seconds=None if step == 3 else 5025.0)
-            bar._bar.refresh()  # as if the last one had been long ago
+            bar._bar.refresh()  # as if the last refresh had been long ago
             logger.info("step: %d", step)
             logger.warning("careful")
     rows = terminal.rows()
@@ -51,8 +51,8 @@ def test_lines_stand_above_the_bar(tmp_path: Path) -> None:
     assert "2/3, loss: 2.5000  eta: 1:23:45" in terminal.getvalue()
 
 
-def test_a_bar_is_shown_where_somebody_watches(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches a bar in a file, or none in a terminal whose other stream goes to a file."""
+def test_a_bar_is_only_shown_in_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a bar in a file, and none in a terminal whose other stream goes to a file."""
     for streams, watched in ((("err", "out"), "err"), (("out",), "out"), ((), None)):
         made = {name: Terminal() if name in streams else io.StringIO() for name in ("err", "out")}
         monkeypatch.setattr(sys, "stderr", made["err"])
@@ -60,12 +60,12 @@ def test_a_bar_is_shown_where_somebody_watches(monkeypatch: pytest.MonkeyPatch) 
         assert watched_stream() is (None if watched is None else made[watched])
 
 
-def test_a_terminal_that_goes_away_takes_only_the_bar() -> None:
+def test_a_closed_terminal_only_ends_the_bar() -> None:
     """Catches a run ended by a closed window."""
 
     class Closed(Terminal):
         def write(self, text: str) -> int:
-            raise OSError(errno.EIO, "Input/output error")  # as a terminal that hung up
+            raise OSError(errno.EIO, "Input/output error")  # as after the terminal was closed
 
     with ProgressBar(total=2, done=0, stream=Closed()) as bar:
         bar.show(loss=1.0, eta_seconds=1.0)

@@ -1,4 +1,4 @@
-"""Metrics of a step as a line and as JSON."""
+"""Metrics of a step as a log line and as JSON."""
 
 import json
 import math
@@ -24,7 +24,7 @@ RECORD = StepRecord(
 )
 
 
-def test_line_has_the_promised_form() -> None:
+def test_the_line_has_the_documented_form() -> None:
     """Catches a changed field, order, width or unit: scripts read this line."""
     assert replace(RECORD, eta_seconds=5025.2).line(100) == (
         "step=10/100 loss=2.7391 grad_norm=0.665 lr=3.0e-04 tgs=4103 mfu=40.0% mem=1.23GiB"
@@ -32,8 +32,8 @@ def test_line_has_the_promised_form() -> None:
     )
 
 
-def test_line_without_a_peak_or_transfers() -> None:
-    """Catches an invented MFU on a device without a known peak, and 0 / 0 on one rank."""
+def test_a_line_without_a_peak_or_transfers_leaves_them_out() -> None:
+    """Catches an invented MFU on a device of unknown peak, and 0 / 0 on one rank."""
     line = replace(RECORD, mfu=None, comm_ms=0.0, exposed_ms=0.0, step_ms=5.83).line(10)
     assert "mfu" not in line
     assert " tflops=395.76 " in line
@@ -51,7 +51,7 @@ def test_line_of_a_long_run_fits_the_terminal() -> None:
     assert replace(RECORD, lrs={"muon": 2e-2}).values()["lr/muon"] == 2e-2
 
 
-def test_line_of_an_evaluated_and_of_a_skipped_step() -> None:
+def test_lines_show_evaluations_and_skipped_steps() -> None:
     """Catches a validation loss or a skipped update that is not shown."""
     record = replace(RECORD, val_loss=2.5, skipped=True, grad_norm=math.inf)
     assert record.line(10).endswith(" skipped")
@@ -74,8 +74,8 @@ SOMETIMES = {
 
 
 @pytest.mark.parametrize("changes", [{}, {"mfu": None}, SOMETIMES, {"skipped": True}])
-def test_json_round_transfer(changes: dict[str, float]) -> None:
-    """Catches a number rounded or a field dropped on its way to the file and back."""
+def test_records_round_trip_through_json(changes: dict[str, float]) -> None:
+    """Catches a rounded number or a lost field when a record is written and read back."""
     record = replace(RECORD, loss=math.pi, **changes)  # type: ignore[arg-type]
     text = record.to_json()
     assert "\n" not in text
@@ -107,7 +107,7 @@ def test_not_finite_is_null(value: float) -> None:
     ],
 )
 def test_wrong_values_are_named(changes: dict[str, object], message: str) -> None:
-    """Catches a foreign object taken for a record."""
+    """Catches a foreign object accepted as a record."""
     text = json.dumps(json.loads(RECORD.to_json()) | changes)
     with pytest.raises(ValueError, match=message):
         StepRecord.from_json(text)

@@ -1,4 +1,4 @@
-"""TensorBoard's view of a run."""
+"""The TensorBoard event files of a run."""
 
 import logging
 import math
@@ -29,8 +29,8 @@ def write(folder: Path, steps: range, *, last_step: int = 0, offset: float = 0.0
             board.log(step, {"loss": step + offset})
 
 
-def test_every_number_is_there(tmp_path: Path) -> None:
-    """Catches a number that is left out, or is called otherwise than in metrics.jsonl."""
+def test_every_metric_is_written(tmp_path: Path) -> None:
+    """Catches a metric that is missing or named differently than in metrics.jsonl."""
     with tensorboard(tmp_path) as board:
         record = replace(RECORD, val_loss=2.5, mfu=None, skipped=True, grad_norm=math.nan)
         board.log(record.step, record.values())
@@ -43,8 +43,8 @@ def test_every_number_is_there(tmp_path: Path) -> None:
     assert not {"step", "mfu", "loss_scale"} & set(tags)
 
 
-def test_a_resumed_run_goes_on(tmp_path: Path) -> None:
-    """Catches steps shown twice after a crash: those that were lost, and those done again."""
+def test_a_resumed_run_continues_without_repeated_steps(tmp_path: Path) -> None:
+    """Catches lost or repeated steps shown twice after a crash."""
     write(tmp_path, range(1, 6))
     write(tmp_path, range(4, 7), last_step=3, offset=0.5)
     assert shown(tmp_path / "tb", "loss") == [(1, 1), (2, 2), (3, 3), (4, 4.5), (5, 5.5), (6, 6.5)]

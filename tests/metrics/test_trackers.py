@@ -1,4 +1,4 @@
-"""Experiment trackers: what they receive from a run, and that none of them can end it."""
+"""Experiment trackers: the calls they receive, and that none of them can end a run."""
 
 import importlib.util
 import json
@@ -22,7 +22,7 @@ FAILING = "tests.metrics.test_trackers:Failing"
 
 
 class JsonTracker(Tracker):
-    """Writes a line of JSON for each call to the folder of the run."""
+    """A tracker that writes a line of JSON for each call to the folder of the run."""
 
     def init(self, run: TrackedRun) -> str:
         self.file = run.folder.parent / "calls.jsonl"
@@ -61,7 +61,7 @@ class Values(dict[str, float]):
     """Values with support for weak references."""
 
 
-def test_a_run_and_its_continuation_are_one_run_in_a_tracker(tmp_path: Path) -> None:
+def test_a_resumed_run_is_one_run_in_a_tracker(tmp_path: Path) -> None:
     """Catches steps that are not sent, and a second run or name."""
     job = write_job(tmp_path)
     words = ["train", str(job), *ALONE, f"--metrics.report_to=[{OWN}, {FAILING}]"]
@@ -84,10 +84,10 @@ def test_a_run_and_its_continuation_are_one_run_in_a_tracker(tmp_path: Path) -> 
     assert log.count(f"nothing more is sent to {FAILING} (ConnectionError: no network)") == 2
 
 
-def test_one_that_hangs_holds_the_end_for_a_while_only(
+def test_a_hanging_tracker_delays_the_end_for_a_limited_time(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Catches a process that never ends, or that ends before the others have finished."""
+    """Catches a process that never ends, or ends before the other trackers have finished."""
     monkeypatch.setattr(trackers, "FINISH_SECONDS", 2.0)
     run = TrackedRun("job", "now", tmp_path / "run")
     with Trackers([OWN.replace("JsonTracker", "Hanging"), OWN], run) as both:
@@ -97,10 +97,10 @@ def test_one_that_hangs_holds_the_end_for_a_while_only(
     assert calls[1:] == [["log", 1, 2.0], ["finish", False]]
 
 
-def test_what_hangs_or_has_failed_keeps_no_steps(
+def test_a_hanging_or_failed_tracker_keeps_no_steps(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Catches memory that grows with each step while a tracker hangs or has failed."""
+    """Catches memory that grows with each step while a tracker hangs or after it has failed."""
     monkeypatch.setattr(trackers, "MOST_PENDING", 3)
     kept, run = [], TrackedRun("job", "now", tmp_path / "run")
     with Trackers([OWN.replace("JsonTracker", "Hanging"), FAILING], run) as both:
@@ -115,8 +115,8 @@ def test_what_hangs_or_has_failed_keeps_no_steps(
     assert "not finished" not in caplog.text
 
 
-def test_a_run_that_fails_has_failed_in_its_tracker(tmp_path: Path) -> None:
-    """Catches a run that ends with an error, and is shown as finished."""
+def test_a_failed_run_is_marked_as_failed_in_its_tracker(tmp_path: Path) -> None:
+    """Catches a run that ends with an error but is shown as finished."""
     job = write_job(tmp_path)
     (tmp_path / "a.jsonl").write_text(json.dumps({"text": "ab" * 500}) + "\nno json\n")
     words = [f"--data.source={tmp_path}/a.jsonl", "--data.streaming", "--training.steps=500"]
@@ -129,7 +129,7 @@ def test_a_run_that_fails_has_failed_in_its_tracker(tmp_path: Path) -> None:
 def test_faults_are_reported_before_ranks_start(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Catches a missing tracker that is only found when training is over."""
+    """Catches a missing tracker that is only noticed at the end of training."""
     find = importlib.util.find_spec
     absent = "wandb", "tensorboard"
     monkeypatch.setattr(
@@ -148,8 +148,10 @@ def test_faults_are_reported_before_ranks_start(
     assert MetricsConfig(enable_tensorboard=True).trackers == ["tensorboard"]
 
 
-def test_mlflow_takes_every_name() -> None:
-    """Catches a device or a path of a source that ends the tracking, and two that become one."""
+def test_mlflow_accepts_every_name() -> None:
+    """Catches a device name or source path that ends the tracking, and two names that
+    become one.
+    """
     assert mlflow_name("environment.devices.Intel(R) Xeon") == "environment.devices.Intel_R_ Xeon"
     assert mlflow_name("validation/loss/code-1.txt") == "validation/loss/code-1.txt"
     ends = [mlflow_name("validation/loss/" + "folder/" * 40 + end) for end in "ab"]
@@ -158,7 +160,7 @@ def test_mlflow_takes_every_name() -> None:
 
 
 @pytest.mark.parametrize("name", ["trackio", "mlflow"])
-def test_a_library_shows_both_parts_of_a_resumed_run(
+def test_a_real_tracker_shows_both_parts_of_a_resumed_run(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Catches a call that the library does not have, and a second run after resuming."""

@@ -1,4 +1,4 @@
-"""Small decoders in float64, and keys of all kinds of rotary scaling."""
+"""Small decoders in float64, and keys of every kind of rotary scaling."""
 
 from __future__ import annotations
 
@@ -63,7 +63,9 @@ MADE = {
 
 
 def filled(config: ModelConfig) -> Decoder:
-    """With weights of which none is 0 or 1: biases and norms count too."""
+    """Return a decoder with no weight of exactly 0 or 1, so that biases and norms have an
+    effect.
+    """
     torch.manual_seed(3)
     model = Decoder(config).double()
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""Models of transformers that are computed in float64 throughout."""
+"""Models of transformers that compute entirely in float64."""
 
 from __future__ import annotations
 
@@ -25,20 +25,21 @@ def of_decoder(keys: ModelConfig, context: int) -> Any:
     config = transformers.AutoConfig.for_model(**described)
     model = transformers.AutoModelForCausalLM.from_config(config).double()
     with torch.no_grad():
-        for parameter in model.parameters():  # none is 0 or 1: biases and norms count too
+        # none is 0 or 1, so that biases and norms have an effect
+        for parameter in model.parameters():
             parameter.copy_(0.2 * torch.randn_like(parameter) + (parameter.dim() == 1))
     return in_float64(model)
 
 
 def loaded(folder: Path) -> Any:
-    """What transformers makes of a folder, in float64 throughout."""
+    """Return the model that transformers loads from a folder, entirely in float64."""
     import transformers
 
     return in_float64(transformers.AutoModelForCausalLM.from_pretrained(folder))
 
 
 def in_float64(model: Any) -> Any:
-    """The model in float64; tokens [B, S] -> logits [B, S, V]."""
+    """Return the model in float64; tokens [B, S] -> logits [B, S, V]."""
     rotary = model.model.rotary_emb
     model.model.rotary_emb = kept_in_float64(_Made())(type(rotary), model.config)
     kept_in_float64(model).train(False)
@@ -47,7 +48,7 @@ def in_float64(model: Any) -> Any:
 
 class _Made(nn.Module):
     def forward(self, kind: Callable[..., nn.Module], *args: Any) -> nn.Module:
-        """A module whose angles are not rounded, either."""
+        """Return a module whose rotary angles are not rounded either."""
         return kind(*args)
 
 

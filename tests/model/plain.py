@@ -1,7 +1,7 @@
-"""The decoder alone and its training loop in plain torch: what every layout has to equal.
+"""The decoder and its training loop in plain torch: the reference of every layout.
 
-The decoder is plain PyTorch, which test_decoder.py compares with transformers. Of the project's
-layouts nothing is here: one document after the other, torch's own AdamW.
+The decoder is plain PyTorch, which test_decoder.py compares with transformers. Nothing of the
+project's layouts is used here: documents are computed one by one, with torch's own AdamW.
 
 B batch, S sequence, V vocabulary.
 """
@@ -26,19 +26,21 @@ __all__ = ["PlainDecoder", "document_bounds", "plain_adamw", "train_plainly"]
 
 
 class PlainDecoder(nn.Module):
-    """Tokens to logits, each document by itself."""
+    """A model from tokens to logits that computes each document alone."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.config, self.decoder = config, Decoder(config)
 
     def forward(self, tokens: Tensor, positions: Tensor, bounds: Sequence[int]) -> Tensor:
-        """tokens and positions [B, S] -> [B, S, V]; documents are cut at `bounds`, 0 .. S."""
+        """Return logits [B, S, V] of tokens and positions [B, S]; `bounds`, 0 .. S, separate
+        documents.
+        """
         documents = [self.decoder(tokens[:, a:b], positions[:, a:b]) for a, b in pairwise(bounds)]
         return torch.cat(documents, 1)
 
     def load_weights(self, weights: Mapping[str, Tensor]) -> PlainDecoder:
-        """Take whole weights under their names."""
+        """Load whole weights by name."""
         missing, unexpected = self.decoder.load_state_dict(weights, strict=False)
         tied = ["lm_head.weight"] if self.config.tie_embeddings else []
         assert (missing, unexpected) == (tied, [])
@@ -46,7 +48,7 @@ class PlainDecoder(nn.Module):
 
 
 def document_bounds(batch: MicroBatch) -> list[int]:
-    """Where the documents of a row begin, and its end."""
+    """Return the starts of the documents of a row, and its end."""
     if batch.cu_seqlens is None:
         return [0, batch.tokens.shape[1]]
     bounds: list[int] = batch.cu_seqlens.tolist()
@@ -54,7 +56,7 @@ def document_bounds(batch: MicroBatch) -> list[int]:
 
 
 def plain_adamw(model: nn.Module, config: OptimizerConfig) -> torch.optim.AdamW:
-    """torch's AdamW; matrices decay, vectors do not."""
+    """Return torch's AdamW with weight decay of matrices only."""
     parameters = list(model.parameters())
     groups = [
         {"params": [p for p in parameters if p.dim() > 1], "weight_decay": config.weight_decay},
@@ -66,7 +68,9 @@ def plain_adamw(model: nn.Module, config: OptimizerConfig) -> torch.optim.AdamW:
 
 
 def plain_muon(model: nn.Module, config: OptimizerConfig) -> PlainMuon:
-    """Muon of the matrices of blocks, AdamW of all else; per head as q, k and v have them."""
+    """Return Muon for the matrices of blocks and AdamW for other weights; q, k and v may be per
+    head.
+    """
 
     def group(name: str, p: nn.Parameter) -> dict[str, Any]:
         if p.dim() < 2 or ".layers." not in name:
@@ -95,7 +99,7 @@ def train_plainly(
     *,
     max_norm: float,
 ) -> list[tuple[float, float]]:
-    """Loss and gradient norm of each step, given its learning rate and micro-batches."""
+    """Return loss and gradient norm of each step, given its learning rate and micro-batches."""
     make = plain_muon if config.name == "muon" else plain_adamw
     optimizer, numbers = make(model, config), list[tuple[float, float]]()
     for lr, batches in steps:

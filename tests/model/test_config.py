@@ -60,14 +60,14 @@ SHARED = {"intermediate_size": 41, "num_experts": 2, "shared_expert_intermediate
     ],
 )
 def test_a_model_that_cannot_be_split_is_refused(mode, tensor, changes, seq_len, fault):
-    """Catches a layout that would fail, or train something else, after the ranks have started."""
+    """Catches a layout that would fail, or train something else, after ranks have started."""
     parallel = ParallelConfig(tensor=TensorConfig(size=tensor, mode=mode))
     with pytest.raises(ValueError, match=re.escape(fault)):
         replace(CONFIG, **changes).check_layout(parallel, seq_len)
 
 
-def test_isp_refuses_neither_odd_heads_nor_odd_vocabularies():
-    """Catches a rule of the feature modes applied to isp, which splits no features."""
+def test_isp_mode_accepts_any_number_of_heads_and_any_vocabulary():
+    """Catches a rule of mtp, msp and fsp applied to isp, which splits no features."""
     odd = replace(CONFIG, num_heads=6, num_kv_heads=3, head_dim=6, vocab_size=9)
     parallel = ParallelConfig(tensor=TensorConfig(size=4), weight=WeightConfig(size=8))
     odd.check_layout(parallel, S)
@@ -89,8 +89,8 @@ def test_isp_refuses_neither_odd_heads_nor_odd_vocabularies():
         ({"checkpoint": 1.5}, "model.checkpoint=1.5 must be at most 1"),
     ],
 )
-def test_a_model_that_cannot_be_is_refused(changes, fault):
-    """Catches sizes that fail later, in a matmul far from the key that is wrong."""
+def test_impossible_models_are_refused(changes, fault):
+    """Catches sizes that would fail later, in a matmul far from the wrong key."""
     with pytest.raises(ValueError, match=re.escape(fault)):
         replace(CONFIG, **changes)
 
@@ -102,8 +102,8 @@ def _parallel(mode: Mode, tensor: int, weight: int) -> ParallelConfig:
 
 
 @pytest.mark.parametrize("mode", [Mode.MSP, Mode.FSP, Mode.ISP])
-def test_only_replicated_activations_are_distributed(mode: Mode) -> None:
-    """Catches pieces of different tokens that would be put together as one input."""
+def test_only_replicated_activations_may_be_distributed(mode: Mode) -> None:
+    """Catches parts of different tokens that would be gathered as one input."""
     config = replace(CONFIG, **DISTRIBUTED)
     with pytest.raises(ValueError, match="checkpoint_distribute_activations is for mtp mode"):
         config.check_layout(_parallel(mode, 2, 2), S)
@@ -111,7 +111,7 @@ def test_only_replicated_activations_are_distributed(mode: Mode) -> None:
 
 
 def test_sizes_and_switches_that_do_not_fit_are_refused() -> None:
-    """Catches a switch that does nothing, and elements that do not divide."""
+    """Catches a key without effect, and elements that do not divide."""
     with pytest.raises(ValueError, match=r"set model.checkpoint above 0"):
         replace(CONFIG, checkpoint_distribute_activations=True)
     odd = {"hidden_size": 33, "num_heads": 8, "num_kv_heads": 8, "head_dim": 8}

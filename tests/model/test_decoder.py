@@ -1,4 +1,4 @@
-"""The plain decoder, alone on one device, beside the models of transformers."""
+"""The plain decoder on one device against the models of transformers."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ POSITIONS = torch.arange(S).expand(2, -1)
 
 
 @pytest.mark.parametrize("name", MADE)
-def test_it_is_the_family_of_transformers(name: str) -> None:
-    """An option that is not obeyed, in logits or in a gradient; another name of a weight."""
+def test_the_decoder_equals_its_family_in_transformers(name: str) -> None:
+    """Catches an option that is ignored, in logits or in a gradient, and other names of weights."""
     pytest.importorskip("transformers", minversion="5")
     theirs = of_decoder(MADE[name], S)
     decoder = Decoder(MADE[name]).double()
@@ -45,7 +45,7 @@ def _trained(rank: int, case: tuple[nn.Module, JobConfig, list[Rows]]) -> Traine
 
 
 def test_muon_updates_experts_as_those_of_transformers() -> None:
-    """Catches gate and up of the same weights that are one matrix here and two there."""
+    """Catches gate and up as one matrix in one model and two in the other."""
     pytest.importorskip("transformers", minversion="5")
     data = [packed_rows(4, S, [[S], [5, 19], [S], [S]], seed) for seed in range(2)]
     config = job(1, 2, name="muon", muon=MuonConfig(lr=2e-2))
@@ -66,7 +66,7 @@ def _far(found: Tensor, expected: Tensor) -> float:
 
 
 def test_compiled_functions_compute_the_same() -> None:
-    """Catches a gradient that is lost; the kernels are checked in core/layers/test_compiled.py."""
+    """Catches a lost gradient; core/layers/test_compiled.py checks the kernels."""
     tokens, found = torch.arange(2 * S).view(2, S) % 50, []
     with torch.compiler.set_stance("force_eager"):
         for compiled in (False, True):
@@ -78,8 +78,8 @@ def test_compiled_functions_compute_the_same() -> None:
         torch.testing.assert_close(of_kernels, plain, rtol=1e-11, atol=1e-11)
 
 
-def test_products_in_groups_are_those_one_by_one() -> None:
-    """Catches a weight that is not turned, and tokens of an expert in the group of another."""
+def test_grouped_products_equal_one_product_per_expert() -> None:
+    """Catches a weight that is not transposed, and tokens of one expert in the group of another."""
     torch.manual_seed(0)
     experts = Experts(replace(CONFIG, num_experts=5, moe_intermediate_size=24))
     for parameter in experts.parameters():

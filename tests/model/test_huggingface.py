@@ -1,4 +1,6 @@
-"""A decoder as transformers has it: its config.json, and rows of which parameter a tensor is."""
+"""A decoder in the format of transformers: its config.json, and the parameter rows of each
+tensor.
+"""
 
 from __future__ import annotations
 
@@ -126,14 +128,15 @@ PUBLISHED = {
 
 @pytest.mark.parametrize(("preset", "published"), PUBLISHED.items())
 def test_presets_are_written_as_they_were_published(preset, published) -> None:
-    """Catches a value of a preset, or a name in config.json, that is another than published."""
+    """Catches a preset value, or a name in config.json, that differs from the published one."""
     written = config_json(config_of(PRESETS[preset]), dtype="bfloat16", context=1)
     known = {key: value for key, value in published.items() if key in written}
     known["max_position_embeddings"] = written["max_position_embeddings"]
     known.pop("architectures", None)
     if not known.get("use_sliding_window"):
         known.pop("sliding_window", None)
-    if preset.startswith("internlm2"):  # exported as a Llama; dynamic up to the context is none
+    # exported as a Llama, without dynamic scaling, which has no effect up to the context
+    if preset.startswith("internlm2"):
         known |= {"model_type": "llama", "rope_scaling": None}
     assert len(known) > 10
     assert {key: written[key] for key in known} == known
@@ -145,8 +148,8 @@ def config_of(preset: dict[str, Any]) -> ModelConfig:
 
 
 @pytest.mark.parametrize("name", MADE)
-def test_a_decoder_is_the_same_in_transformers(name, tmp_path) -> None:
-    """A configuration that means another model there, and rows of another matrix."""
+def test_an_exported_decoder_computes_the_same_in_transformers(name, tmp_path) -> None:
+    """Catches a configuration that describes another model, and rows of another matrix."""
     pytest.importorskip("transformers", minversion="5")
     from tests.model.folders import loaded
 
@@ -172,8 +175,8 @@ def test_a_decoder_is_the_same_in_transformers(name, tmp_path) -> None:
     assert described["torch_dtype"] == "float64"
 
 
-def test_what_no_model_of_transformers_computes_is_refused() -> None:
-    """Catches an export that means another model."""
+def test_a_decoder_without_a_class_in_transformers_is_refused() -> None:
+    """Catches an export that describes another model."""
     with pytest.raises(ValueError, match="both"):
         config_json(replace(CONFIG, qk_norm=True, qkv_bias=True), dtype="float32", context=8)
     experts = replace(CONFIG, num_experts=3, moe_intermediate_size=24)
@@ -182,8 +185,8 @@ def test_what_no_model_of_transformers_computes_is_refused() -> None:
             config_json(replace(experts, **change), dtype="float32", context=8)
 
 
-def test_a_context_is_the_longest_that_was_trained() -> None:
-    """Catches a context of the rows alone, where positions were scaled for longer ones."""
+def test_the_exported_context_is_the_longest_trained() -> None:
+    """Catches a context of the row length where positions were scaled for longer rows."""
     scaled = replace(CONFIG, rope_scaling=SCALINGS[-1])
     assert config_json(CONFIG, dtype="float32", context=24)["max_position_embeddings"] == 24
     assert config_json(scaled, dtype="float32", context=24)["max_position_embeddings"] == 192

@@ -34,7 +34,7 @@ training: {{steps: 5, device: cpu, dtype: float64, seed: 3}}
 
 
 def small_config(kind: str, **changes: Any) -> Any:
-    """The configuration of a small model of this type."""
+    """Return the configuration of a small model of this type."""
     own = {**OF_ITS_OWN.get(kind, {}), **_OWN.get(kind, {})}
     return transformers.AutoConfig.for_model(kind, **{**TEXT_SIZES, **own, **changes})
 
@@ -42,7 +42,10 @@ def small_config(kind: str, **changes: Any) -> Any:
 def write_folder(
     folder: Path, kind: str, *, weights: bool = True, own_names: bool = False, **changes: Any
 ) -> Path:
-    """A folder with a small model; its files have the names of the hub unless `own_names`."""
+    """Write and return a folder with a small model.
+
+    Its tensors have the names of the hub's files, or with `own_names` those in memory.
+    """
     config = small_config(kind, **changes)
     if weights:
         model = transformers.AutoModelForCausalLM.from_config(config)
@@ -53,9 +56,10 @@ def write_folder(
 
 
 def load_folder(folder: Path) -> Any:
-    """Load a folder by transformers in float64, all of it.
+    """Return the model that transformers loads from a folder, entirely in float64.
 
-    Since 5.24, routers are built in float32 whatever is asked for, which rounds their weights.
+    Since version 5.24 transformers builds routers in float32 in any case, which rounds their
+    weights.
     """
     kind = transformers.AutoModelForCausalLM
     model: Any = kind.from_pretrained(folder, dtype=torch.float64)
@@ -68,7 +72,7 @@ def load_folder(folder: Path) -> Any:
 
 
 def write_job(folder: Path, model: Path, name: str = "job") -> Path:
-    """A job of `model` in `folder`, of 5 steps in float64."""
+    """Write and return a job that trains `model` in `folder` for 5 steps in float64."""
     words = "".join(f"word {i} of many\n" for i in range(400))
     (folder / "text.txt").write_text(words)
     path = folder / f"{name}.yaml"

@@ -1,4 +1,4 @@
-"""Tiny models of transformers, and training them in a plain loop: what the ranks must come to."""
+"""Tiny models of transformers, and plain loops that train them, with which ranks are compared."""
 
 from __future__ import annotations
 
@@ -76,9 +76,9 @@ OF_ITS_OWN = {
 
 
 def tiny(name: str, *, seed: int = 0, kind: str = "CausalLM", **sizes: Any) -> Any:
-    """A model of this architecture in float64, its vectors no longer all ones or zeros.
+    """Return a model of this architecture in float64 whose vectors are not all ones or zeros.
 
-    `kind`: what transformers has its class for.
+    `kind`: the suffix of the AutoModelFor class.
     """
     import transformers
 
@@ -109,7 +109,7 @@ def job(
     dtype: str = "float64",
     **keys: Any,
 ) -> JobConfig:
-    """A configuration of these sizes; `keys` are the optimizer's."""
+    """Return a configuration with these sizes; `keys` are those of the optimizer."""
     return JobConfig(
         model=ModelConfig(checkpoint=recompute),
         data=DataConfig(source="python-stdlib"),
@@ -125,19 +125,19 @@ def job(
 
 
 class Rows(NamedTuple):
-    """Whole rows, [B, S]."""
+    """Whole rows [B, S]."""
 
     input_ids: Tensor
     labels: Tensor | None = None
     position_ids: Tensor | None = None
 
     def part(self, index: int, count: int) -> Rows:
-        """Every `count`-th part of the rows."""
+        """Return every `count`-th part of the rows."""
         return Rows(*(None if x is None else x.chunk(count)[index] for x in self))  # type: ignore[arg-type]
 
 
 def packed_rows(rows: int, length: int, documents: list[list[int]], seed: int = 0) -> Rows:
-    """Random tokens in documents of these lengths, of which a few are not to be predicted."""
+    """Return random tokens in documents of these lengths; a few tokens have no label."""
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(3, VOCAB, (rows, length), generator=generator)
     positions = torch.stack([torch.cat([torch.arange(n) for n in row]) for row in documents])
@@ -147,7 +147,7 @@ def packed_rows(rows: int, length: int, documents: list[list[int]], seed: int = 
 
 
 class Trained(NamedTuple):
-    """A run in numbers."""
+    """Losses, gradient norms and weights of a run."""
 
     losses: list[float]
     norms: list[float]
@@ -155,7 +155,7 @@ class Trained(NamedTuple):
 
 
 def plain_loss(model: nn.Module, rows: Rows, *, total: bool = False) -> Tensor:
-    """The mean loss of the unmodified model; `total`: the sum."""
+    """Return the mean loss of the unmodified model, or with `total` the sum."""
     labels = _labels(rows)
     losses = F.cross_entropy(
         plain_logits(model, rows)[:, :-1].flatten(0, 1),
@@ -167,7 +167,7 @@ def plain_loss(model: nn.Module, rows: Rows, *, total: bool = False) -> Tensor:
 
 
 def plain_scores(model: nn.Module, rows: Rows, temperature: float) -> TokenScores:
-    """What the unmodified model says of each token, of those to be predicted."""
+    """Return the unmodified model's scores of each token that has a label."""
     logits, labels = plain_logits(model, rows)[:, :-1] / temperature, _labels(rows)
     log_probs = logits.log_softmax(-1)
     scores = (
@@ -179,7 +179,7 @@ def plain_scores(model: nn.Module, rows: Rows, temperature: float) -> TokenScore
 
 
 def _labels(rows: Rows) -> Tensor:
-    """[B, S - 1]: what is to be predicted at each place; no document's first token."""
+    """Return labels [B, S - 1], the next token at each position; none across documents."""
     labels = (rows.input_ids if rows.labels is None else rows.labels).clone()
     for row in range(len(labels)):
         labels[row, [document.start for document in documents_of(rows, row)]] = IGNORED
@@ -187,7 +187,7 @@ def _labels(rows: Rows) -> Tensor:
 
 
 def plain_logits(model: Any, rows: Rows) -> Tensor:
-    """[B, S, V] of the unmodified model, each document by itself."""
+    """Return logits [B, S, V] of the unmodified model, each document alone."""
     of_rows = []
     for row, ids in enumerate(rows.input_ids):
         of_documents = []
@@ -212,7 +212,7 @@ def documents_of(rows: Rows, row: int) -> list[slice]:
 
 
 def decayed(model: nn.Module) -> set[str]:
-    """Names of the weights that transformers' Trainer decays, without vectors."""
+    """Return the names of the weights that transformers' Trainer decays, without vectors."""
     from transformers.trainer import Trainer
 
     names = Trainer.get_decay_parameter_names(None, model)
@@ -225,7 +225,7 @@ def trained_plainly(
     loss_of: Callable[[nn.Module, Any], Tensor] = plain_loss,
     **keys: Any,
 ) -> Trained:
-    """The unmodified model in the plainest loop, by torch's AdamW."""
+    """Train the unmodified model in a plain loop with torch's AdamW."""
     model = copy.deepcopy(model)
     settings = job(**keys).optimizer
     own, names = [p for p in model.parameters() if p.requires_grad], decayed(model)
@@ -255,7 +255,9 @@ def trained(
     data: list[Rows],
     before: Callable[[ParallelRun, Rows], object] = lambda *_: None,
 ) -> Trained:
-    """A parallelised model on a rank's part of each step's rows; `before` is called with it."""
+    """Train a parallelized model on a rank's part of each step's rows; call `before` with that
+    part.
+    """
     losses, norms = [], []
     for rows in data:
         part = rows.part(run.dp_rank, run.dp_size)
@@ -267,7 +269,7 @@ def trained(
 
 
 def whole_weights(run: ParallelRun) -> dict[str, Tensor]:
-    """All weights of a model, gathered from its ranks."""
+    """Return all weights of a model, gathered from its ranks."""
     run.train_step.drain()
     found = {item.name: run.weights.whole(item).clone() for item in run.train_step.built.parameters}
     run.train_step.weights_changed()
@@ -275,13 +277,15 @@ def whole_weights(run: ParallelRun) -> dict[str, Tensor]:
 
 
 def assert_trained_as(expected: Trained, of_ranks: Iterable[Trained], what: object = None) -> None:
-    """What every rank comes to is `expected`."""
+    """Check that every rank's results equal `expected`."""
     for found in of_ranks:
         assert worst(found, expected) < TOLERANCE, what
 
 
 def worst(found: Trained, expected: Trained) -> float:
-    """The largest difference of two runs, of weights as a part of their largest value."""
+    """Return the largest difference of two runs; those of weights are relative to the largest
+    value.
+    """
     numbers = zip(found.losses + found.norms, expected.losses + expected.norms, strict=True)
     assert found.weights.keys() == expected.weights.keys()
     return max(
@@ -296,9 +300,9 @@ def worst(found: Trained, expected: Trained) -> float:
 def instead_of(
     monkeypatch: pytest.MonkeyPatch, folder: Path, name: str, model: str, text: str
 ) -> None:
-    """Let `text`, written into `folder`, take the place of a modeling file for one test.
+    """Replace a modeling file by `text`, written into `folder`, for one test.
 
-    name: the module of transformers; model: its class of which models are made.
+    name: the module of transformers; model: the class in it that builds models.
     """
     package = importlib.import_module(name.rpartition(".")[0])
     getattr(package, model)  # loaded before the copy, which would stay after the test otherwise
@@ -314,7 +318,7 @@ def instead_of(
 
 
 def alone(traced: TracedModel) -> StageModule:
-    """The model on one rank, in float64, its weights not filled."""
+    """Return the model on one rank in float64, its weights not initialized."""
     layers = local_layers()
     (chunk,) = traced.build(layers)
     return chunk

@@ -1,4 +1,4 @@
-"""A model of one's own, with what such models have: a tie, dropout, loose parameters, buffers."""
+"""A user's model with a tied weight, dropout, parameters outside of modules, and buffers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ VOCAB = 96
 
 
 class OwnBlock(nn.Module):
-    """Attends once, and does otherwise if there is trouble."""
+    """A block with one attention; `trouble` makes it misbehave."""
 
     def __init__(self, size: int, heads: int, kv_heads: int, dropout: float) -> None:
         super().__init__()
@@ -40,15 +40,16 @@ class OwnBlock(nn.Module):
 
 
 class Positions(nn.Embedding):
-    """Looks its rows up by itself, as Whisper's does."""
+    """An embedding that indexes its weight itself, as Whisper's does."""
 
     def forward(self, positions: Tensor) -> Tensor:
         return self.weight[positions]
 
 
 class Own(nn.Module):
-    """Tokens and positions [B, S] -> logits [B, S, V]; its parameters `temperature` and `gains`
-    lie in no module that is called.
+    """A model from tokens and positions [B, S] to logits [B, S, V].
+
+    Its parameters `temperature` and `gains` are in no module that is called.
     """
 
     def __init__(self, *, dropout: float = 0.0, seed: int = 0) -> None:

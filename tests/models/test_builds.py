@@ -1,4 +1,4 @@
-"""Several models built of one trace, or one after another, in a process."""
+"""Several models built in one process from one trace, or one after another."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def _logits(chunk: StageModule) -> Tensor:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_a_second_build_leaves_the_first_alone(name: str) -> None:
+def test_a_second_build_does_not_change_the_first(name: str) -> None:
     """Catches attention of the first model that is computed by the second."""
     traced = TracedModel(MODELS[name](), in_place=False)
     first = alone(traced)
@@ -41,7 +41,7 @@ def test_a_second_build_leaves_the_first_alone(name: str) -> None:
 
 
 def test_models_leave_nothing_in_transformers_registry() -> None:
-    """Catches an entry for each model, held for as long as the process lives."""
+    """Catches an entry for each model that lives as long as the process."""
     traced = TracedModel(tiny("llama"), in_place=False)
     names = set(ALL_ATTENTION_FUNCTIONS.keys())
     for _ in range(3):
@@ -50,8 +50,8 @@ def test_models_leave_nothing_in_transformers_registry() -> None:
 
 
 @pytest.mark.parametrize("name", ["mamba", "falcon_mamba", "jamba"])
-def test_a_weight_that_is_read_outside_of_its_linear_is_cut(name: str) -> None:
-    """Catches Mamba's `dt_proj.weight @ x` on a weight that is whole on every rank."""
+def test_a_weight_read_outside_of_its_linear_is_sharded(name: str) -> None:
+    """Catches Mamba's `dt_proj.weight @ x` with a weight that is replicated on every rank."""
     roles = TracedModel(tiny(name), in_place=False).trace.roles
     found = {role for key, role in roles.items() if key.endswith("dt_proj.weight")}
     biases = {role for key, role in roles.items() if key.endswith("dt_proj.bias")}
@@ -62,8 +62,8 @@ transformers = pytest.importorskip("transformers")
 
 
 @pytest.mark.parametrize("name", ["roberta", "opt", "bart"])
-def test_positions_begin_as_in_the_model_alone(name: str) -> None:
-    """Catches trained rows of a table of positions that are read at other tokens."""
+def test_positions_start_as_in_the_unmodified_model(name: str) -> None:
+    """Catches trained position rows that are read for other tokens."""
     config = transformers.AutoConfig.for_model(name, is_decoder=True)
     model = tiny_model(config).eval()
     ids = torch.randint(20, 60, (1, 13), generator=torch.Generator().manual_seed(0))
@@ -74,6 +74,7 @@ def test_positions_begin_as_in_the_model_alone(name: str) -> None:
 
 
 def test_rows_before_the_first_position_are_not_counted() -> None:
+    """Catches a maximum length that counts the table's rows for padding."""
     small = tiny_model(transformers.AutoConfig.for_model("roberta", is_decoder=True))
     rows, padding = small.config.max_position_embeddings, small.config.pad_token_id
     assert TracedModel(small).learned_positions == rows - padding - 1

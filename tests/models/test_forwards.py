@@ -1,4 +1,4 @@
-"""The one place that replaces forwards, and the order of what encloses them."""
+"""The one place that replaces forwards, and the order of wrappers."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ CALLERS = {
     "planner/dry.py": "norms of a rehearsal, which have no wrappers",
     "loop/parallelize.py": "a model that was left half sharded, which refuses to run",
 }
-"""The other files that call `set_forward`, and for what."""
+"""The other files that call `set_forward`, and their purpose."""
 
 
 def test_no_other_file_replaces_a_forward() -> None:
-    """Catches a forward whose owner depends on the order in which files replaced it."""
+    """Catches a forward whose final version depends on the order in which files replaced it."""
     assigned, callers = set[str](), set[str]()
     for file in ISP.rglob("*.py"):
         name = str(file.relative_to(ISP))
@@ -78,7 +78,7 @@ def test_wrappers_nest_in_the_order_of_the_enum() -> None:
 
 
 def test_a_wrapper_is_added_once() -> None:
-    """Catches two counts of one call, and a wrapper that comes too late."""
+    """Catches one call that is counted twice, and a wrapper that is added too late."""
     module, forwards = _Own(), Forwards()
     forwards.add(module, Wrap.CALL, _note("", []))
     with pytest.raises(AssertionError, match="two wrappers CALL"):
@@ -89,7 +89,7 @@ def test_a_wrapper_is_added_once() -> None:
 
 
 def test_recorders_see_calls_that_mix_tokens() -> None:
-    """Catches a hook of a recorder that is not called, or is called after it was removed."""
+    """Catches a recorder's hook that is not called, or is called after its removal."""
     communicator, noted = LocalWeights(), list[Tensor]()
     position = Position(communicator)
     position.mixers = mock.create_autospec(Mixers)

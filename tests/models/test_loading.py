@@ -1,4 +1,4 @@
-"""The weights that a folder's model begins from: those of its files, or random, on every rank."""
+"""Initial weights of a folder's model, loaded from its files or random, on every rank."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.toolkit import weight_mesh
 
 WEIGHT = 4
 Parts = dict[str, tuple[int, int, Tensor]]
-"""A rank's shards by name, each with its number and the number of all."""
+"""A rank's shards by name: index, number of parts, values."""
 
 
 def built(folder: Path, mesh: Mesh, *, seed: int = 0) -> BuiltModel:
@@ -58,7 +58,7 @@ def whole(of_ranks: list[Parts]) -> dict[str, Tensor]:
 
 
 def state(folder: Path) -> dict[str, Tensor]:
-    """The parameters and kept buffers that transformers loads from a folder."""
+    """Return the parameters and persistent buffers that transformers loads from a folder."""
     model: Any = transformers.AutoModelForCausalLM.from_pretrained(folder)
     shared = {name for name, _ in model.named_parameters()}
     kept = dict(model.named_buffers()).keys() & model.state_dict().keys()
@@ -69,10 +69,12 @@ def state(folder: Path) -> dict[str, Tensor]:
     ("kind", "own_names"),
     [("gpt2", False), ("deepseek_v3", True), ("deepseek_v3", False), ("apertus", False)],
 )
-def test_ranks_together_have_what_transformers_loads(
+def test_ranks_load_the_weights_that_transformers_loads(
     tmp_path: Path, kind: str, own_names: bool
 ) -> None:
-    """Catches rows of another rank, transposed ones, and a buffer as it was made, or of no dim."""
+    """Catches rows of another rank, transposed rows, and a buffer that is not loaded or is a
+    scalar.
+    """
     torch.manual_seed(5)
     folder = write_folder(tmp_path, kind, own_names=own_names)
     _change_buffers(folder)
@@ -84,7 +86,7 @@ def test_ranks_together_have_what_transformers_loads(
 
 
 def _change_buffers(folder: Path) -> None:
-    """Let buffers in the file be other than they are made."""
+    """Change the buffers in the file, so that they differ from those of a new model."""
     tensors = load_file(folder / "model.safetensors")
     changed = {n: x + 0.5 if n.endswith("correction_bias") else x for n, x in tensors.items()}
     save_file(changed, folder / "model.safetensors", metadata={"format": "pt"})
@@ -92,7 +94,7 @@ def _change_buffers(folder: Path) -> None:
 
 @pytest.mark.parametrize("name", ["lm_head.weight", "model.embed_tokens.weight"])
 def test_a_tied_weight_is_found_under_either_name(tmp_path: Path, name: str) -> None:
-    """Catches a tied weight that only its first name finds, and two copies of it."""
+    """Catches a tied weight that is only found under its first name, and two copies of it."""
     folder = write_folder(tmp_path, "llama", tie_word_embeddings=True)
     tensors = load_file(folder / "model.safetensors")
     table = next(tensors.pop(n) for n in list(tensors) if n.startswith(("lm_head", "model.embed")))
@@ -102,8 +104,8 @@ def test_a_tied_weight_is_found_under_either_name(tmp_path: Path, name: str) -> 
     torch.testing.assert_close(parts["model.embed_tokens.weight"][2], table, rtol=0, atol=0)
 
 
-def test_angles_that_models_once_kept_by_layer_are_let_lie(tmp_path: Path) -> None:
-    """Catches a folder of the first Llamas that is taken for another model's."""
+def test_rotary_buffers_of_old_folders_are_ignored(tmp_path: Path) -> None:
+    """Catches a folder of the first Llamas that is refused as another model's."""
     folder = write_folder(tmp_path, "llama")
     tensors = load_file(folder / "model.safetensors")
     old = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)}
@@ -111,8 +113,10 @@ def test_angles_that_models_once_kept_by_layer_are_let_lie(tmp_path: Path) -> No
     assert folder_model(str(folder), "float32").num_parameters > 0
 
 
-def test_a_folder_is_traced_once_for_all_ways_of_computing_it(tmp_path: Path) -> None:
-    """Catches a plan that probes a large model again for each key, and keys that reach another."""
+def test_a_folder_is_traced_once_for_all_recomputation_keys(tmp_path: Path) -> None:
+    """Catches a plan that probes a large model again for each key, and keys that affect another
+    plan.
+    """
     folder = str(write_folder(tmp_path, "llama", weights=False))
     plain = folder_model(folder, "float32")
     again = folder_model(folder, "float32", recomputation=Recomputation(checkpoint=1.0))
@@ -121,7 +125,7 @@ def test_a_folder_is_traced_once_for_all_ways_of_computing_it(tmp_path: Path) ->
 
 
 def test_quantized_weights_are_refused_by_name(tmp_path: Path) -> None:
-    """Catches quantized numbers that are read as weights, and a list of names in place of why."""
+    """Catches quantized values read as weights, and a list of names without the reason."""
     folder = write_folder(tmp_path, "llama")
     config = json.loads((folder / "config.json").read_text())
     config["quantization_config"] = {"quant_method": "awq"}
@@ -131,21 +135,23 @@ def test_quantized_weights_are_refused_by_name(tmp_path: Path) -> None:
 
 
 def test_names_of_the_hub_are_known_in_float64(tmp_path: Path) -> None:
-    """Catches a class that transformers no longer takes for its own, whose renaming it keeps."""
+    """Catches a class that transformers no longer recognizes, so that it does not convert names."""
     folder = write_folder(tmp_path, "gpt_neox")
     assert "embed_out.weight" in load_file(folder / "model.safetensors")
     assert folder_model(str(folder), "float64").num_parameters > 0
 
 
 def test_files_are_closed_once_read(tmp_path: Path) -> None:
-    """Catches weights that stay mapped, and on the disk if deleted, as long as a process."""
+    """Catches weight files that stay mapped, and occupy the disk if deleted, while a process
+    lives.
+    """
     folder = write_folder(tmp_path, "llama")
     built(folder, weight_mesh(0, 1))
     assert str(folder) not in Path("/proc/self/maps").read_text()
 
 
 class _Counting:
-    """A view of a tensor in a file that counts what is taken of it."""
+    """A view of a tensor in a file that counts the elements read."""
 
     def __init__(self, view: Any, taken: list[int]) -> None:
         self._view, self._taken = view, taken
@@ -165,7 +171,7 @@ class _Counting:
 
 
 def _taken(rank: int, folder: Path) -> tuple[list[int], Counter[bool]]:
-    """Elements of each reading, and of the shards and of what is whole on every rank."""
+    """Return the elements of each read, and those of sharded and of replicated parameters."""
     taken: list[int] = []
     handle = WeightFiles._handle
 
@@ -184,8 +190,8 @@ def _taken(rank: int, folder: Path) -> tuple[list[int], Counter[bool]]:
     return taken, own
 
 
-def test_a_rank_reads_its_own_rows_alone(tmp_path: Path) -> None:
-    """Catches a rank that reads a tensor whole, or one of them twice: memory that it has not."""
+def test_a_rank_reads_only_its_own_rows(tmp_path: Path) -> None:
+    """Catches a rank that reads a tensor whole or twice, for which it has no memory."""
     folder = write_folder(tmp_path, "llama")
     total = sum(x.numel() for x in load_file(folder / "model.safetensors").values())
     for taken, own in run_ranks(WEIGHT, _taken, folder):
@@ -195,7 +201,9 @@ def test_a_rank_reads_its_own_rows_alone(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["gpt2", "deepseek_v3"])
-def test_random_weights_are_the_models_own_in_every_layout(tmp_path: Path, kind: str) -> None:
+def test_random_weights_have_the_models_distribution_in_every_layout(
+    tmp_path: Path, kind: str
+) -> None:
     """Catches weights that depend on ranks or order, and another distribution than the model's."""
     folder = write_folder(tmp_path, kind, weights=False)
     before = torch.get_rng_state()
@@ -219,8 +227,8 @@ def _numbers_drawn(rank: int, folder: Path) -> int:
     return drawn.total
 
 
-def test_a_rank_draws_its_own_rows_alone(tmp_path: Path) -> None:
-    """Catches ranks that each draw the whole random model, and a padding row that is drawn."""
+def test_a_rank_draws_only_its_own_rows(tmp_path: Path) -> None:
+    """Catches ranks that each draw the whole model, and a padding row with random values."""
     sizes = {"vocab_size": 2048, "hidden_size": 128, "num_hidden_layers": 1, "pad_token_id": 700}
     folder = write_folder(tmp_path, "llama", weights=False, **sizes)
     of_ranks = run_ranks(WEIGHT, _numbers_drawn, folder)
@@ -231,8 +239,10 @@ def test_a_rank_draws_its_own_rows_alone(tmp_path: Path) -> None:
     assert empty.nonzero().flatten().tolist() == [700]
 
 
-def test_a_model_is_made_without_memory_for_its_parameters() -> None:
-    """Catches parameters with memory, tied ones that are parted, and buffers that lose theirs."""
+def test_a_model_is_built_without_memory_for_its_parameters() -> None:
+    """Catches parameters with memory, tied ones that are separated, and buffers that lose
+    theirs.
+    """
     config = small_config("llama", tie_word_embeddings=True)
     register = torch.nn.Module.register_parameter
     with parameters_on_meta():
@@ -251,10 +261,8 @@ def test_a_model_is_made_without_memory_for_its_parameters() -> None:
         ("layers.1.mlp.experts.2.down_proj.weight", "down_proj is [3, 32, 16], not [4, 32, 16]"),
     ],
 )
-def test_a_tensor_missing_under_another_name_is_named(
-    tmp_path: Path, gone: str, message: str
-) -> None:
-    """Catches a router or an expert that is left random, and experts under others' numbers."""
+def test_a_tensor_missing_in_a_folder_is_named(tmp_path: Path, gone: str, message: str) -> None:
+    """Catches a router or an expert that stays random, and experts loaded under other numbers."""
     folder = write_folder(tmp_path, "qwen3_moe")
     tensors = load_file(folder / "model.safetensors")
     del tensors[f"model.{gone}"]

@@ -41,7 +41,7 @@ QUICKSTART = str(Path(__file__).parents[2] / "configs" / "quickstart.yaml")
 
 @pytest.fixture
 def folder(tmp_path: Path) -> str:
-    """A folder of Gemma 3: windows, soft-capped norms, tied embeddings."""
+    """Return a folder of Gemma 3, with windows, norms of q and k, and tied embeddings."""
     transformers.AutoConfig.for_model("gemma3_text").save_pretrained(tmp_path)
     return str(tmp_path)
 
@@ -56,9 +56,9 @@ def _rows(text: str) -> dict[str, list[str]]:
     }
 
 
-def test_ranks_say_nothing_beside_the_table(folder: str, tmp_path: Path) -> None:
-    """Catches the notes of a run, such as that of whole logits, once a case and rank."""
-    handler = logging.FileHandler(tmp_path / "log")  # which forked ranks write to
+def test_ranks_log_nothing_except_the_table(folder: str, tmp_path: Path) -> None:
+    """Catches log lines of a run, such as that of whole logits, once for each case and rank."""
+    handler = logging.FileHandler(tmp_path / "log")  # forked ranks write to it too
     logging.getLogger("isp").addHandler(handler)
     try:
         assert main(["check", folder, "--layouts", "mtp2"]) == 0
@@ -68,8 +68,8 @@ def test_ranks_say_nothing_beside_the_table(folder: str, tmp_path: Path) -> None
     assert (tmp_path / "log").read_text() == ""
 
 
-def test_a_folder_in_three_layouts(folder: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """Catches a check that differs from a model that is right, or leaves a layout out."""
+def test_a_folder_agrees_in_three_layouts(folder: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Catches a difference reported for a correct model, and a layout that is left out."""
     assert main(["check", folder, "--layouts", "2x2,2x1,1x2x2"]) == 0
     said = capsys.readouterr()
     rows = _rows(said.out)
@@ -80,8 +80,8 @@ def test_a_folder_in_three_layouts(folder: str, capsys: pytest.CaptureFixture[st
     assert "all 3 layouts agree" in said.out
 
 
-def test_a_configuration_in_other_modes() -> None:
-    """Catches a decoder that is another in a mode, with the options of its configuration."""
+def test_a_configuration_agrees_in_all_modes() -> None:
+    """Catches a decoder that differs in a mode, with the options of its configuration."""
     from isp.config import load_config
 
     changes = ["--model.qk_norm", "--model.qkv_bias", "--model.sliding_window=7"]
@@ -98,7 +98,9 @@ def test_a_configuration_in_other_modes() -> None:
 def test_grouped_products_are_compared_with_experts_one_by_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Catches a check that computes experts another way than a run does, or both sides alike."""
+    """Catches a check that computes experts differently from a run, and one with equal code on both
+    sides.
+    """
     from transformers import MixtralConfig
 
     check = Check(Subject.of_config(MixtralConfig()), [Layout(2, 1)], cases=CASES[:1])
@@ -108,11 +110,12 @@ def test_grouped_products_are_compared_with_experts_one_by_one(
     assert not check.run(Layout(2, 1)).agrees
 
 
-def test_the_model_of_a_configuration(
+def test_the_folder_and_optimizer_of_a_configuration_are_checked(
     folder: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Catches a configuration whose model.hf or update rule is not checked, or without its own
-    options."""
+    """Catches a model.hf, an update rule or other keys of the configuration that the check
+    ignores.
+    """
     config = tmp_path / "config.yaml"
     config.write_text(
         f"model: {{hf: {folder}}}\ndata: {{source: python-stdlib, seq_len: 64}}\n"
@@ -125,10 +128,10 @@ def test_the_model_of_a_configuration(
     assert "ok" in _rows(said)["isp 2x2"]
 
 
-def test_a_window_that_is_ignored(
+def test_an_ignored_window_is_found(
     folder: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Catches a check that is blind to masks: the first layer of Gemma 3 has a window."""
+    """Catches a check that misses wrong masks: the first layer of Gemma 3 has a window."""
     right = position.AttentionMask
     monkeypatch.setattr(position, "AttentionMask", lambda **keys: right(**{**keys, "window": None}))
     assert main(["check", folder, "--layouts", "2x1"]) == 1
@@ -138,10 +141,10 @@ def test_a_window_that_is_ignored(
     assert "1 of 1 layout differs" in said
 
 
-def test_packing_that_is_lost(
+def test_ignored_packing_is_found(
     folder: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Catches packing that lets a document attend to those before it."""
+    """Catches packing that lets a document attend to earlier ones."""
     right = position.AttentionMask
     monkeypatch.setattr(
         position, "AttentionMask", lambda **keys: right(**{**keys, "cu_seqlens": None})
@@ -150,8 +153,8 @@ def test_packing_that_is_lost(
     assert "in 2 of 4 cases, such as rows packed" in capsys.readouterr().out
 
 
-def test_norms_that_are_decayed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches a check that asks the run itself which weights are decayed: norms [H, d] are not."""
+def test_decayed_norms_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a check that asks the run which weights are decayed: norms [H, d] must not be."""
     config = transformers.CohereConfig(use_qk_norm=True)
     check = Check(Subject.of_config(config), [Layout(1, 1)], cases=CASES[1:2])
     assert check.run(Layout(1, 1)).agrees
@@ -163,10 +166,10 @@ def test_norms_that_are_decayed(monkeypatch: pytest.MonkeyPatch) -> None:
     assert wrong == {"q_norm", "k_norm"}
 
 
-def test_gradients_that_are_not_summed(
+def test_gradients_that_are_not_summed_are_found(
     folder: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Catches a check that looks at losses alone."""
+    """Catches a check that only compares losses."""
 
     def launch_nothing(self: BucketManager) -> None:
         self._launched += 1
@@ -179,10 +182,10 @@ def test_gradients_that_are_not_summed(
     assert "first in the forward" not in said
 
 
-def test_weights_that_are_gathered_too_often(
+def test_weights_gathered_too_often_are_found(
     folder: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Catches a plan that is not followed: all numbers are right, but the traffic doubles."""
+    """Catches an ignored plan, where all values are right but the traffic doubles."""
     monkeypatch.setattr(PlanCursor, "arrive", lambda *_: None)
     assert main(["check", folder, "--layouts", "1x2"]) == 1
     said = capsys.readouterr().out
@@ -201,14 +204,14 @@ def _hang(rank: int) -> None:
 
 
 def test_a_rank_that_dies_or_hangs_is_named() -> None:
-    """Catches a check that waits for ever, or does not say why it ended."""
+    """Catches a check that waits forever, or does not say why it ended."""
     with pytest.raises(RankError, match="rank 1 died without an answer, by SIGKILL"):
         run_ranks(2, _kill_oneself)
     with pytest.raises(RankError, match=r"ranks \[0, 1\] did not answer within 1 s"):
         run_ranks(2, _hang, timeout_seconds=1)
 
 
-def test_a_rank_that_fails_fails_its_layout(
+def test_a_failing_rank_fails_only_its_layout(
     folder: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Catches an error in one layout that ends the check of the others."""
@@ -232,8 +235,8 @@ _KEYS += ["--model.mlp_tile_tokens=64", "--model.loss_chunk_tokens=64"]
 _DISTRIBUTED = ["--model.checkpoint=1", "--model.checkpoint_distribute_activations"]
 
 
-def test_a_model_is_computed_as_a_run_asks() -> None:
-    """Catches a key that a check loses, and tiles that a small model has but one of."""
+def test_a_check_applies_the_keys_of_a_run() -> None:
+    """Catches a key that the check loses, and tiles of which a small model has only one."""
     how = keys_from([*_KEYS, "--model.checkpoint=0.5"], "it").model
     subject = Subject.of_config(transformers.AutoConfig.for_model("llama"), how=how)
     made = subject.language_model(1.0)
@@ -243,10 +246,10 @@ def test_a_model_is_computed_as_a_run_asks() -> None:
     assert subject.language_model(0.0).recomputation == Recomputation(mlp_tile_tokens=5)
 
 
-def test_the_keys_of_a_run_hold_in_a_pipeline(
+def test_keys_are_checked_in_a_pipeline_too(
     folder: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Catches keys that a pipeline does not take, a check that passes whatever they do."""
+    """Catches keys that a pipeline ignores, and a check that passes whatever they do."""
     words = ["check", folder, "--layouts", "2x1 ZBVZeroBubble 2x2", *_KEYS]
     assert main(words) == 0
     every = TiledModule.tiles
@@ -255,8 +258,8 @@ def test_the_keys_of_a_run_hold_in_a_pipeline(
     assert "in 4 of 4 cases" in capsys.readouterr().out
 
 
-def test_layouts_that_cannot_be_are_left_out() -> None:
-    """Catches `all` that stops at a layout in which a key means nothing."""
+def test_impossible_layouts_are_left_out() -> None:
+    """Catches `all` that stops at a layout to which a key does not apply."""
     keys = keys_from(_DISTRIBUTED, "it")
     subject = Subject.of_config(transformers.AutoConfig.for_model("gemma3_text"), 2, keys.model)
     found, left_out = layouts_of("all", subject, keys.parallel)
@@ -284,10 +287,10 @@ def test_layouts_that_cannot_be_are_left_out() -> None:
         ([QUICKSTART, "--layouts", "1x2", "--optimizer.lr", "0"], "optimizer.lr"),
     ],
 )
-def test_bad_input_is_one_line(
+def test_bad_input_is_reported_in_one_line(
     words: list[str], reason: str, folder: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Catches a traceback, and an error that comes only after ranks were started."""
+    """Catches a traceback, and an error that comes only after ranks have started."""
     (Path(folder) / "empty").mkdir()
     (Path(folder) / "unknown").mkdir()
     (Path(folder) / "unknown" / "config.json").write_text('{"model_type": "unheard_of"}')
@@ -302,7 +305,7 @@ def test_bad_input_is_one_line(
 
 
 def test_small_models_keep_a_layer_of_each_kind() -> None:
-    """Catches a small model without the layers that are hard: rotary or not, dense or experts."""
+    """Catches a small model without the difficult layers: rotary or not, dense or experts."""
 
     def small(kind: str, **keys: object) -> object:
         return tiny_config(transformers.AutoConfig.for_model(kind, **keys))
@@ -323,7 +326,7 @@ def test_small_models_keep_a_layer_of_each_kind() -> None:
 def test_a_small_model_has_heads_for_the_layouts_of_the_large_one(
     kv_heads: int, is_checked: bool, is_decoder: bool
 ) -> None:
-    """Catches layouts that a run refuses, and any left out because the copy has fewer heads."""
+    """Catches layouts that a run refuses, and layouts left out because the copy has fewer heads."""
     heads = {"num_attention_heads": 24, "num_key_value_heads": kv_heads}
     subject = (
         Subject.of_decoder(ModelConfig(num_heads=24, num_kv_heads=kv_heads, head_dim=8))
@@ -336,7 +339,7 @@ def test_a_small_model_has_heads_for_the_layouts_of_the_large_one(
 
 
 def test_no_gradient_of_a_small_model_is_zero(folder: str) -> None:
-    """Catches weights with which a lost gradient would not be missed."""
+    """Catches initial weights with which a lost gradient would not show."""
     from isp.parity.subjects import read_folder
 
     torch.manual_seed(0)
@@ -346,15 +349,15 @@ def test_no_gradient_of_a_small_model_is_zero(folder: str) -> None:
 
 
 class _Ranked(Own):
-    """A model that differs on each rank."""
+    """A model with different results on each rank."""
 
     def forward(self, ids: Tensor, positions: Tensor) -> Any:
         rank = dist.get_rank() if dist.is_initialized() else 0
         return super().forward(ids, positions) * (1 + rank)
 
 
-def test_a_module_of_ones_own() -> None:
-    """Catches a module that is changed by its check, one that differs and passes."""
+def test_a_users_module_can_be_checked() -> None:
+    """Catches a module that the check changes, and a wrong module that passes."""
     model = Own(dropout=0.3)
     before = copy.deepcopy(model.state_dict())
     found = isp.check(model, "2x1,2x2")
@@ -367,8 +370,10 @@ def test_a_module_of_ones_own() -> None:
         isp.check(_Ranked(), "2x1")
 
 
-def test_a_model_of_transformers_is_shrunk_unless_it_is_derived() -> None:
-    """Catches a large model that is run, a class of one's own of which the base is checked."""
+def test_a_transformers_model_is_checked_as_a_small_copy_unless_subclassed() -> None:
+    """Catches a large model that is run whole, and a user's subclass of which only the base is
+    checked.
+    """
     sizes = {"hidden_size": 512, "intermediate_size": 512, "num_hidden_layers": 4}
     config = transformers.AutoConfig.for_model("llama", **sizes)
     model = transformers.AutoModelForCausalLM.from_config(config)
@@ -396,7 +401,9 @@ def _few_positions() -> nn.Module:
         (_few_positions, "Own alone fails on sequences of 48 tokens: index out of range"),
     ],
 )
-def test_modules_that_cannot_be_checked(make: Callable[[], nn.Module], said: str) -> None:
-    """Catches an error that does not say what to give instead."""
+def test_modules_that_cannot_be_checked_are_refused(
+    make: Callable[[], nn.Module], said: str
+) -> None:
+    """Catches an error that does not say what to pass instead."""
     with pytest.raises(ValueError, match=said):
         isp.check(make(), "2x1")

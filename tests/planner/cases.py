@@ -21,7 +21,7 @@ __all__ = ["Counts", "counted", "plan_case", "share"]
 
 CPU = torch.device("cpu")
 Counts = dict[tuple[str, str], tuple[int, int]]
-"""Calls and sent bytes by kind and channel, as `traffic` has them."""
+"""Calls and sent bytes by kind and channel, in the format of `traffic`."""
 
 
 def plan_case(
@@ -32,7 +32,7 @@ def plan_case(
     tokens: int = SEQ_LEN,
     **more: Any,
 ) -> PlanCase:
-    """Return the case of a step of `model` in `layout` on CPU; one row, unless `more` differs."""
+    """Return the case of a CPU step of `model` in `layout`: one row, or as `more` says."""
     return PlanCase(
         model=model,
         parallel=layout.parallel,
@@ -45,7 +45,7 @@ def plan_case(
 
 
 def counted(log: CommLog) -> Counts:
-    """Return the number of each transfer in `log`, and empty it."""
+    """Return the number of each transfer in `log`, and clear the log."""
     calls, sent = Counter[tuple[str, str]](), Counter[tuple[str, str]]()
     for transfer in log.take():
         calls[transfer.kind, transfer.channel] += 1

@@ -14,19 +14,19 @@ __all__ = ["LiveBytes", "live_bytes", "tensors_here", "tensors_in"]
 
 
 class LiveBytes(TorchDispatchMode):
-    """Counts the memory of each tensor that an operation in this context makes or uses.
+    """Counts the memory of each tensor that an operation in this context creates or reads.
 
-    Bytes are counted after each operation, so memory that one uses internally is not seen.
+    Bytes are counted after each operation, so memory inside an operation is not seen.
     """
 
     def __init__(self, known: Iterable[Tensor] = ()) -> None:
         super().__init__()
         self._live: dict[int, weakref.ref[Any]] = {}
         self.now = 0
-        """Bytes of what is there."""
+        """Bytes of the tensors alive now."""
         self.peak = 0
         self.where = ""
-        """The operation after which the peak was seen."""
+        """The operation after which the peak occurred."""
         for x in known:
             self._note(x)
 
@@ -53,7 +53,7 @@ class LiveBytes(TorchDispatchMode):
 
 
 def live_bytes(step: Callable[[], object], *, earlier: Container[int]) -> LiveBytes:
-    """Return the peak of `step` and of what was made since `tensors_here` returned `earlier`."""
+    """Return the peak of `step`, including tensors made since `tensors_here` returned `earlier`."""
     gc.collect()
     with LiveBytes(x for key, x in tensors_here().items() if key not in earlier) as live:
         step()
@@ -79,7 +79,7 @@ def _collect(x: Any, found: list[Tensor]) -> None:
 
 
 def tensors_here() -> dict[int, Tensor]:
-    """Return a tensor of each storage that this rank has made and that still exists."""
+    """Return one tensor for each storage that this rank has created and that still exists."""
     kinds = Tensor, nn.Parameter
     found = (x for x in gc.get_objects() if type(x) in kinds)
     return {x.untyped_storage()._cdata: x for x in found}

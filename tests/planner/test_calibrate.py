@@ -1,4 +1,4 @@
-"""`isp calibrate`: the fit, and a file that `isp layouts` can read."""
+"""`isp calibrate`: its fit, and a file that `isp layouts` can read."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from isp.planner.fabric import load_fabric
 from tests.ranks import launch_forked
 
 
-def test_a_line_is_found_again() -> None:
-    """Catches a fit that looks at the largest transfers alone, whose latency is nothing."""
+def test_a_fit_finds_latency_and_bandwidth() -> None:
+    """Catches a fit of the largest transfers only, in which latency does not show."""
     sizes = [4096 * 4**i for i in range(7)]
     noise = [1.1, 0.95, 1.0, 1.05, 0.9, 1.02, 1.0]
     seconds = [(50e-6 + n / 2e9) * f for n, f in zip(sizes, noise, strict=True)]
@@ -25,7 +25,7 @@ def test_a_line_is_found_again() -> None:
     assert flat.bytes_per_second > 1e9
 
 
-def test_two_ranks_write_a_fabric_that_can_be_planned_with(
+def test_two_ranks_write_a_usable_fabric(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Catches a collective that a rank does not join, and a file that cannot be read."""

@@ -88,13 +88,13 @@ TWO_AXES: list[tuple[Layout, ModelConfig, str]] = [
     (Layout(tensor=4, context=4, exchange=ContextExchange.RING), KEPT, "float32"),
     (Layout(tensor=2, context=2, weight=2, pipeline=2, micro=4), TWO_LEVELS, "float32"),
 ]
-"""Sequences over heads x context."""
+"""Cases of sequences split over heads x context."""
 
 DOCUMENTS = 4
 _OF_TOKENS = "all_to_all", "expert"
 
 
-class AlikeDocuments(Task):
+class EqualDocuments(Task):
     """Rows of equal documents, as plans of heads x context assume for packed rows."""
 
     def batch(self, step: int, place: int) -> MicroBatch:
@@ -107,8 +107,8 @@ class AlikeDocuments(Task):
 
 
 def _task(number: int, layout: Layout, model: ModelConfig) -> Task:
-    """Return the task of a case: every other one has two whole rows per micro-batch."""
-    kind = AlikeDocuments if layout.context > 1 else Task
+    """Return the task of a case: odd cases have two unpacked rows per micro-batch."""
+    kind = EqualDocuments if layout.context > 1 else Task
     return kind(model=model, packed=number % 2 == 0, micro_bsz=2)
 
 
@@ -119,7 +119,7 @@ def case_of(layout: Layout, task: Task, dtype: Any) -> PlanCase:
         task.model,
         dtype,
         rows=1 if task.packed else task.micro_bsz,
-        documents=DOCUMENTS if isinstance(task, AlikeDocuments) and task.packed else 1,
+        documents=DOCUMENTS if isinstance(task, EqualDocuments) and task.packed else 1,
     )
 
 
@@ -130,7 +130,7 @@ def _counted(rank: int, cases: list[tuple[Layout, ModelConfig, str]]) -> list[Co
         mesh = meshes.of(layout)
         run = make_run(mesh, layout, task, dtype=getattr(torch, dtype))
         if number % 3 == 0:
-            run.numbers(range(1))  # a later step has the transfers of the first
+            run.numbers(range(1))  # a later step has the same transfers as the first
         mesh.log.collect()
         share([task.batch(1, place) for place in range(layout.micro)], mesh)
         run.numbers(range(2, 3))
@@ -142,15 +142,15 @@ def _counted(rank: int, cases: list[tuple[Layout, ModelConfig, str]]) -> list[Co
 @pytest.mark.slow
 @pytest.mark.timeout(320)
 @pytest.mark.parametrize("world", sorted({layout.world for layout, _, _ in CASES}))
-def test_planned_transfers_are_the_counted_ones(world: int) -> None:
-    """Catches a collective forgotten, counted twice, or of another size, in any mode."""
+def test_planned_transfers_equal_those_of_a_run(world: int) -> None:
+    """Catches a collective that is forgotten, counted twice, or of another size, in any mode."""
     _check([case for case in CASES if case[0].world == world])
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(320)
-def test_planned_transfers_of_heads_x_context_are_the_counted_ones() -> None:
-    """Catches keys and values planned for other tokens, or along another axis, than travel."""
+def test_planned_transfers_of_heads_x_context_equal_those_of_a_run() -> None:
+    """Catches keys and values planned for other tokens, or along another axis, than are sent."""
     _check(TWO_AXES)
 
 
@@ -165,14 +165,14 @@ def _check(cases: list[tuple[Layout, ModelConfig, str]]) -> None:
         others = {world - 1 - n % world} if layout.pipeline > 1 else set()
         for rank in {n % world} | others:
             planned, found = traffic(case, rank).by_channel, of_ranks[rank][n]
-            if layout.expert > 1:  # how many tokens travel is the router's to say
+            if layout.expert > 1:  # the number of exchanged tokens depends on the router
                 calls, sent = planned.pop(_OF_TOKENS)
                 assert found.pop(_OF_TOKENS) == (calls, pytest.approx(sent, rel=0.5))
             assert planned == found, f"{layout} {dtype} {model} rank {rank}"
 
 
-def test_long_steps_are_planned_as_short_ones(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches a schedule whose steady state gathers otherwise than it is taken to."""
+def test_long_steps_repeat_the_steady_state_of_short_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a schedule whose steady state gathers differently from what the plan assumes."""
     model = replace(KEPT, num_layers=9)
     modules = WeightConfig(forward_overlap_per=OverlapUnit.MODULE)
     for pipeline, options, schedule, chunks in (
@@ -195,13 +195,11 @@ def test_long_steps_are_planned_as_short_ones(monkeypatch: pytest.MonkeyPatch) -
     ("mode", "forward", "backward"),
     [(Mode.MTP, 2 * 2, 2 * 2), (Mode.MSP, 4, 4), (Mode.FSP, 4, 6)],
 )
-def test_volumes_of_a_block_are_those_of_the_papers(
-    mode: Mode, forward: int, backward: int
-) -> None:
-    """Catches a mode that moves more than it is known for; in units of (t - 1) / t x [B, S, D].
+def test_volumes_of_a_block_match_the_papers(mode: Mode, forward: int, backward: int) -> None:
+    """Catches a mode that sends more than published; in units of (t - 1) / t x [B, S, D].
 
-    InternEvo (arXiv 2401.09149) counts two all-reduces each way for mtp, an all-gather and a
-    reduce-scatter in the place of each for msp, and the gathers of the inputs again for fsp.
+    InternEvo (arXiv 2401.09149) counts two all-reduces in each direction for mtp, an all-gather and
+    a reduce-scatter in place of each for msp, and another gather of the inputs for fsp.
     """
     case = _whole_blocks(mode, tensor=4, weight=1)
     unit = 3 * SEQ_LEN * 32 * 4 // 4
@@ -212,12 +210,12 @@ def test_volumes_of_a_block_are_those_of_the_papers(
         assert sum(transfer.sent_bytes for transfer in launches) == sent * unit
 
 
-def test_volumes_of_isp_blocks_are_those_of_the_papers() -> None:
-    """Catches heads or weights that travel more often than Ulysses and ZeRO-3 have them travel.
+def test_volumes_of_isp_blocks_match_the_papers() -> None:
+    """Catches heads or weights sent more often than in Ulysses and ZeRO-3.
 
-    q, k, v and the output of attention, [B, S/p, D] each, by all-to-all, forward and backward; the
-    weights gathered forward and backward, and their gradients reduce-scattered. Of the last block
-    weights are gathered once.
+    q, k, v and the output of attention, [B, S/p, D] each, are exchanged by all-to-all in forward
+    and backward; the weights are gathered in both, and their gradients reduce-scattered. The
+    weights of the last block are gathered once.
     """
     sent = traffic(_whole_blocks(Mode.ISP, tensor=4, weight=4), 0).by_purpose
     heads = 3 * (SEQ_LEN // 4) * 32 * 4 // 4

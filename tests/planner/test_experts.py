@@ -20,13 +20,13 @@ from tests.train.runs import SEQ_LEN, Layout, Task
 
 
 class Pair(NamedTuple):
-    """Published speeds of a model trained both ways, in the same unit."""
+    """Published speeds, in one unit, of a model trained both ways."""
 
     hidden: int
     num_experts: int
     used: int
     tokens: int
-    """Of a rank, in a micro-batch."""
+    """Tokens of a rank in a micro-batch."""
     gathered: float
     exchanged: float
     crossing: int
@@ -37,12 +37,12 @@ PAIRS = {
     "d1024, 16 H100": Pair(1024, 64, 2, 65536, 752_313, 413_356, 36_864),
     "360B-A21B, 64 GB200": Pair(6144, 128, 4, 65536, 19.4, 26.3, 221_184),
 }
-"""Hidden features of an expert are half the model's."""
+"""Models whose experts have half of the model's hidden features."""
 
 
 @pytest.mark.parametrize("name", PAIRS)
 def test_the_rule_says_which_published_way_was_faster(name: str) -> None:
-    """Catches a pass of the weights or a trip of the tokens that is forgotten."""
+    """Catches a forgotten transfer of the weights or of the tokens."""
     pair = PAIRS[name]
     numbers = 3 * pair.hidden * pair.hidden // 2
     layer = ExpertLayer(pair.num_experts, pair.used, pair.hidden, numbers)
@@ -53,8 +53,8 @@ def test_the_rule_says_which_published_way_was_faster(name: str) -> None:
 
 
 @pytest.mark.parametrize("on_cpu", [True, False])
-def test_what_is_said_of_gathering_is_what_is_planned(on_cpu: bool) -> None:
-    """Catches shapes of other weights, uneven shares, and gradients counted in the wrong dtype."""
+def test_the_reported_bytes_of_gathering_are_those_of_the_plan(on_cpu: bool) -> None:
+    """Catches shapes of other weights, uneven shards, and gradients counted in the wrong dtype."""
     layout = Layout(tensor=2, weight=4, data=2)
     case = replace(case_of(layout, Task(model=EXPERTS), "bfloat16"), on_cpu=on_cpu)
     found = expert_traffic(case)
@@ -67,12 +67,12 @@ def test_what_is_said_of_gathering_is_what_is_planned(on_cpu: bool) -> None:
     sent = sum(n * t.sent_bytes for t, n in of_experts)
     assert sent == pytest.approx(found.gathered * (1 - kept))
     assert (found.layers[0].num_experts, found.layers[0].used, found.tokens) == (5, 2, SEQ_LEN // 2)
-    # 8 experts travel, as ranks have 2 of 5 at most; of half of the blocks tokens travel again
+    # 8 experts are sent, as ranks have at most 2 of 5; half of the blocks exchange tokens again
     assert found.crossing == pytest.approx(8 / 2 * passes * 3 * 16 / 5)
 
 
 def test_plans_say_which_way_sends_less(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Catches a crossing that is not of the layout, and a column of a model without experts."""
+    """Catches a break-even point of another layout, and a column for a model without experts."""
     path, words = tmp_path / "job.yaml", ["--data.seq_len=512", "--fabric=cpu"]
     model = "{preset: tiny, num_experts: 4, moe_intermediate_size: 64}"
     path.write_text(f"model: {model}\ndata: {{source: python-stdlib, micro_bsz: 1}}\n")

@@ -52,7 +52,7 @@ HYBRIDS = (
         *("--parallel.sequence_2D.enable=true", "--parallel.sequence_2D.head_size=2"),
     ),
 )
-"""The last two have other documents on each rank."""
+"""Layouts of hybrids; in the last two each rank has other documents."""
 STAGES = ("--parallel.pipeline.size=2", "--parallel.weight.size=2", "--data.micro_num=4")
 PIPELINES = (
     (*STAGES, "--parallel.tensor.size=2"),
@@ -71,12 +71,12 @@ SPREAD = (
     ),
     ("--parallel.tensor.size=2", "--parallel.tensor.mode=mtp", "--parallel.expert.size=2"),
 )
-"""Experts to which tokens travel."""
+"""Layouts in which tokens are exchanged between experts' ranks."""
 _routes = ExpertExchange._routes
 
 
 def _even_routes(exchange: ExpertExchange, parts: Sequence[torch.Tensor]) -> Any:
-    """Route equally many tokens to each expert, as plans assume, whatever the router chose."""
+    """Route equally many tokens to each expert, as plans assume, regardless of the router."""
     turns = [torch.arange(x.numel()).remainder(exchange.bounds[-1]).view_as(x) for x in parts]
     return _routes(exchange, [turn.to(x) for turn, x in zip(turns, parts, strict=True)])
 
@@ -103,7 +103,7 @@ def _counted(rank: int, configs: list[JobConfig]) -> list[tuple[Counts, int]]:
     found = []
     for config in configs:
         step = _step(rank, config)
-        step(_batches(config), 0.1)  # its first gathers were launched before the log was emptied
+        step(_batches(config), 0.1)  # its first gathers were launched before the log was cleared
         step.mesh.log.collect()
         share(_batches(config), step.mesh)
         step(_batches(config), 0.1)
@@ -124,15 +124,14 @@ def _counted(rank: int, configs: list[JobConfig]) -> list[tuple[Counts, int]]:
         ("deepseek_v32", {}, (LAYOUTS[1], *HYBRIDS[1:])),
     ],
 )
-def test_planned_transfers_and_weights_are_those_of_a_run(
+def test_planned_transfers_and_weights_equal_those_of_a_run(
     tmp_path: Path, kind: str, sizes: dict[str, int], layouts: tuple[tuple[str, ...], ...]
 ) -> None:
-    """Catches a plan of isp's own model of these sizes in place of the folder's.
+    """Catches a plan of ISP's own decoder with these sizes in place of the folder's model.
 
-    Of experts to which tokens travel: biases summed over other ranks in mtp than in a run.
-    Of hybrids: halos and states planned of other documents, and recomputing planned for none. Of
-    keys that are chosen: gradients planned of an indexer, which has none. Of
-    pipelines: blocks, tied weights or hidden states of another stage.
+    With token exchange: biases summed over the wrong ranks in mtp. Hybrids: halos and states
+    planned for other documents, and for no recomputation. Chosen keys: gradients planned for an
+    indexer, which has none. Pipelines: blocks, tied weights or hidden states of another stage.
     """
     job = write_job(tmp_path, write_folder(tmp_path / "model", kind, weights=False, **sizes))
     configs = [load_config(job, words) for words in layouts]
@@ -171,14 +170,14 @@ def _peaks(rank: int, configs: list[JobConfig]) -> list[int]:
         ("deepseek_v32", {"index_topk": 64}, (LAYOUTS[1], *HYBRIDS[1:])),
     ],
 )
-def test_planned_peak_is_the_measured_one(
+def test_the_planned_peak_equals_the_measured_one(
     tmp_path: Path, kind: str, sizes: dict[str, int], layouts: tuple[tuple[str, ...], ...]
 ) -> None:
-    """Catches experts planned whole, or as kept by the graph; products planned without memory;
-    tokens that other ranks send.
+    """Catches experts planned whole or as kept by the graph, products planned without memory, and
+    tokens that other ranks send left out.
 
-    Of hybrids: what a scan keeps planned as that of a short one, or of all tokens on each rank. Of
-    keys that are chosen: blocks of logits planned without memory.
+    Hybrids: a scan's saved tensors planned as those of a short scan, or of all tokens on each rank.
+    Chosen keys: blocks of logits planned without memory.
     """
     sizes = {"vocab_size": 512, "hidden_size": 64, **sizes}
     keys = ["--data.seq_len=256", "--training.dtype=float32"]
@@ -192,10 +191,10 @@ def test_planned_peak_is_the_measured_one(
             assert planned.total == pytest.approx(found[n], rel=0.1), (layouts[n], planned.moment)
 
 
-def test_first_and_last_of_a_kind_stand_for_all(
+def test_first_and_last_block_of_a_kind_represent_all(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Catches memory that is kept for a block which is left out, and a kind without a block."""
+    """Catches memory planned for a block that is left out, and a kind without a block."""
     sizes = {"num_hidden_layers": 6, "mlp_only_layers": [2, 3, 4]}
     job = write_job(tmp_path, write_folder(tmp_path, "qwen3_moe", weights=False, **sizes))
     cases = [PlanCase.of(load_config(job, words), WORLD, on_cpu=True) for words in LAYOUTS[:2]]
@@ -208,10 +207,12 @@ def test_first_and_last_of_a_kind_stand_for_all(
         rehearsal._rehearsed.cache_clear()
 
 
-def test_the_first_tile_of_a_choice_stands_for_all(
+def test_the_first_tile_of_a_key_choice_represents_all(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Catches products of an indexer that are not planned, or as if all tiles were as large."""
+    """Catches products of an indexer that are not planned, or planned as if all tiles were
+    equal.
+    """
     job = write_job(tmp_path, write_folder(tmp_path / "m", "deepseek_v32", weights=False))
     case = PlanCase.of(load_config(job, LAYOUTS[0]), WORLD, on_cpu=True)
     found = []
@@ -229,7 +230,7 @@ def test_the_first_tile_of_a_choice_stands_for_all(
 def test_layouts_of_a_folder_are_searched(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Catches a search that dies of a key which a folder has not, or of experts."""
+    """Catches a search that fails because of a key that folders lack, or because of experts."""
     kind = "qwen3_moe"
     job = write_job(tmp_path, write_folder(tmp_path / kind, kind, weights=False))
     assert main(["layouts", str(job), "--world=2", "--fabric=cpu"]) == 0
@@ -239,8 +240,10 @@ def test_layouts_of_a_folder_are_searched(
     assert "--data.micro_bsz" in said
 
 
-def test_the_ladder_of_a_folder_goes_up(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Catches a plan that dies of a key for isp's own model, and a step that is lost with it."""
+def test_each_step_of_a_folders_ladder_is_longer(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Catches a plan that fails because of a key of ISP's own decoder, and a step lost with it."""
     job = write_job(tmp_path, write_folder(tmp_path / "model", "llama", weights=False))
     words = ["--parallel.tensor.size", "2", "--parallel.weight.size", "2", "--fabric", "cpu"]
     assert main(["plan", str(job), *words, "--max-seq-len", "--memory", "0.1"]) == 0

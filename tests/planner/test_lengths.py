@@ -45,7 +45,7 @@ def _planned(file: str, *words: str, world: int = 4) -> Planned:
 
 
 def test_the_longest_row_fits_and_the_next_does_not(file: str) -> None:
-    """Catches a search that stops too early, or believes a line where memory is none."""
+    """Catches a search that stops too early, or extrapolates where memory is not linear."""
     planned, budget = _planned(file), Budget(300 * MIB, None)
     found = planned.longest(budget)
     assert found.next_len - found.seq_len == planned.unit == 1024
@@ -55,7 +55,7 @@ def test_the_longest_row_fits_and_the_next_does_not(file: str) -> None:
 
 @pytest.mark.parametrize("head_first", ["true", "false"])
 def test_the_context_rank_with_most_keys_is_planned(file: str, head_first: str) -> None:
-    """Catches the first rank in the place of the one that has the end of a long document."""
+    """Catches a plan of the first rank instead of the one with the end of a long document."""
     words = ["--parallel.tensor.size=8", "--parallel.weight.size=1", "--data.micro_bsz=3"]
     two = ["enable=true", "context_size=4", f"device_placement_strategy.head_first={head_first}"]
     planned = _planned(file, *words, *(f"--parallel.sequence_2D.{word}" for word in two), world=8)
@@ -64,8 +64,8 @@ def test_the_context_rank_with_most_keys_is_planned(file: str, head_first: str) 
     assert planned.peak(4096).total == max(totals) > totals[0]
 
 
-def test_the_memory_of_the_host_ends_rows_too(file: str) -> None:
-    """Catches states that leave the device for a host that has no room for them."""
+def test_host_memory_limits_the_length_too(file: str) -> None:
+    """Catches states offloaded to a host that has no room for them."""
     planned = _planned(file, "--optimizer.offload_states", "true")
     memory = planned.peak(planned.unit)
     assert memory.host > 0
@@ -74,8 +74,8 @@ def test_the_memory_of_the_host_ends_rows_too(file: str) -> None:
     assert planned.longest(Budget(300 * MIB, memory.host - 1)).seq_len == 0
 
 
-def test_states_and_inputs_of_blocks_share_the_host(file: str) -> None:
-    """Catches one of the two that is forgotten where there are both."""
+def test_offloaded_states_and_inputs_share_host_memory(file: str) -> None:
+    """Catches one of the two that is forgotten where both are offloaded."""
     states, inputs = ["--optimizer.offload_states", "true"], ["--model.checkpoint_offload", "true"]
     inputs += ["--model.checkpoint", "1"]
     each = [_planned(file, *words).growth(32768) for words in (states, inputs, states + inputs)]
@@ -85,8 +85,10 @@ def test_states_and_inputs_of_blocks_share_the_host(file: str) -> None:
     assert (fixed[2], slopes[2]) == (fixed[0], slopes[1])
 
 
-def test_a_line_says_what_a_third_length_takes(file: str) -> None:
-    """Catches a slope of another moment, or of a whole row's tokens where a rank has a part."""
+def test_memory_of_a_third_length_is_on_the_line_of_two(file: str) -> None:
+    """Catches a slope at another moment, and one of a row's tokens where a rank has a part of
+    them.
+    """
     planned = _planned(file, "--optimizer.offload_states", "true")
     growth = planned.growth(131072)
     assert growth.tokens == 131072 // 2
@@ -98,10 +100,10 @@ def test_a_line_says_what_a_third_length_takes(file: str) -> None:
     assert growth.per_token.weights == 0
 
 
-def test_an_option_that_shortens_rows_is_not_taken_along(
+def test_an_option_that_shortens_rows_is_skipped(
     file: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Catches a ladder that ends below where it has been."""
+    """Catches a ladder that ends below an earlier length."""
     again, not_again = {"model.checkpoint": 1.0}, {"model.checkpoint": 0.0}
     states = {"optimizer.offload_states": True}
     given = {"up": again, "down": not_again, "on": states}
@@ -111,7 +113,7 @@ def test_an_option_that_shortens_rows_is_not_taken_along(
     assert [step.keys["model.checkpoint"] for step in steps] == [0.0, 1.0, 0.0, 1.0]
 
 
-def test_states_leave_first_where_they_alone_are_too_much(file: str) -> None:
+def test_states_are_offloaded_first_where_they_alone_do_not_fit(file: str) -> None:
     """Catches a ladder whose first options do not help."""
     planned = _planned(file)
     states = planned.peak(planned.unit).states
@@ -119,13 +121,16 @@ def test_states_leave_first_where_they_alone_are_too_much(file: str) -> None:
     assert names[1:3] == ["moments in bfloat16", "states on the host"]
 
 
-def test_advice_holds(file: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """Catches advice that does not do what it says, and JSON that says something else."""
+def test_following_the_advice_gives_what_it_says(
+    file: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Catches advice that does not give the promised length, and JSON with other content."""
     words = ["plan", file, "--memory", "0.7", "--host-memory", "64GiB", "--max-seq-len"]
-    long = ["--data.seq_len", "50000"]  # no multiple of anything
+    long = ["--data.seq_len", "50000"]  # does not divide by any size
     assert main([*words, *long]) == 0
     said = capsys.readouterr().out
-    assert "14.40 GiB of its host's" in said  # four ranks share what the system leaves
+    # four ranks share the memory that the system does not use
+    assert "14.40 GiB of its host's" in said
     assert re.search(r"data.seq_len=50000 does not fit: [789]\d\d\.\d MiB", said)
     (enough,) = re.findall(r"data.seq_len=50000 fits with `.*`: (.*)", said)
     (best,) = re.findall(r"the longest: (.*)", said)
@@ -149,8 +154,8 @@ def test_advice_holds(file: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert sum(found["memory"]["bytes"].values()) > found["device_bytes"]
 
 
-def test_what_is_advised_is_not_refused(file: str) -> None:
-    """Catches copies for background saves that are forgotten, and a host planned to the brim."""
+def test_advised_options_are_not_refused(file: str) -> None:
+    """Catches forgotten copies for background saves, and a host planned to its last byte."""
     words = ["--checkpoint.interval=5", "--model.checkpoint=1", "--model.checkpoint_offload=true"]
     fabric = load_fabric("h100x8_ib400")
     fabric = replace(fabric, host=HostSpec(memory_gib=0.1))
@@ -163,7 +168,7 @@ def test_what_is_advised_is_not_refused(file: str) -> None:
         check_host_memory(config, config.topology(4), 4)
 
 
-def test_progress_stands_in_the_way_of_nothing(
+def test_progress_does_not_mix_with_other_output(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Catches a log without progress, and a progress line inside JSON output."""
@@ -177,8 +182,8 @@ def test_progress_stands_in_the_way_of_nothing(
         assert capsys.readouterr() == ("", shown)
 
 
-def test_a_run_without_background_saves_has_the_host_to_itself(file: str) -> None:
-    """Catches copies that are planned where there are none."""
+def test_a_run_without_background_saves_plans_no_copies(file: str) -> None:
+    """Catches host copies that are planned but never made."""
     words = "--checkpoint.interval=5", "--checkpoint.async_mode=disabled"
     with_copies, without = _planned(file, *words[:1]).peak(2048), _planned(file, *words).peak(2048)
     assert without.host == _planned(file).peak(2048).host == 0
@@ -187,7 +192,9 @@ def test_a_run_without_background_saves_has_the_host_to_itself(file: str) -> Non
     assert states.host == with_copies.host + with_copies.optimizer
 
 
-def test_memory_for_no_row_is_named(file: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_memory_too_small_for_any_row_is_reported(
+    file: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Catches a search that never ends, or a traceback, where weights alone do not fit."""
     assert main(["plan", file, "--memory", "0.001", "--max-seq-len"]) == 1
     said = capsys.readouterr().out
@@ -197,12 +204,13 @@ def test_memory_for_no_row_is_named(file: str, capsys: pytest.CaptureFixture[str
     assert json.loads(capsys.readouterr().out)["longest"]["seq_len"] == 0
 
 
-def test_what_fits_is_left_as_it_is(
+def test_a_configuration_that_fits_gets_no_advice(
     file: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Catches advice to change what fits, a column headed with another length than its own, sizes
-    that read as nothing."""
-    monkeypatch.setattr(lengths, "OPTIONS", ())  # the ground has keys of its own
+    """Catches needless advice, a column with the heading of another length, and sizes reported as
+    0.
+    """
+    monkeypatch.setattr(lengths, "OPTIONS", ())  # the first step already sets keys
     words = ["plan", file, "--memory", "4", "--max-seq-len", "--data.seq_len", "2"]
     assert main([*words, "--optimizer.offload_states", "true", "--host-memory", "0.02"]) == 1
     said = capsys.readouterr().out
@@ -217,8 +225,8 @@ def test_what_fits_is_left_as_it_is(
     assert found["growth"]["seq_len"] == 2048
 
 
-def test_a_length_that_nobody_gave_is_named(file: str) -> None:
-    """Catches an error about a length that only the planner tried, as if the user had given it."""
+def test_an_error_at_a_tried_length_says_that_the_planner_chose_it(file: str) -> None:
+    """Catches an error about a length that only the planner tried, as if the user had set it."""
     planned = _planned(file, "--data.micro_bsz", "8000000", "--data.seq_len", "2")
     with pytest.raises(ConfigError, match=r"^sequences of 2,048 tokens, to see memory grow: data"):
         planned.growth(2)
@@ -229,16 +237,16 @@ def test_a_length_that_nobody_gave_is_named(file: str) -> None:
 @pytest.mark.parametrize(
     ("text", "size"), [("80", 80), ("0.5TiB", 512), ("80GB", 80e9 / 2**30), ("512MiB", 0.5)]
 )
-def test_sizes_have_units(text: str, size: float) -> None:
-    """Catches decimal gigabytes taken for binary ones."""
+def test_sizes_are_parsed_with_their_units(text: str, size: float) -> None:
+    """Catches decimal gigabytes read as binary ones."""
     assert gib(text) == pytest.approx(size, rel=1e-12)
 
 
 @pytest.mark.parametrize("size", ["80GBs", "-1", "nan", "0", "GB"])
-def test_sizes_that_are_none_are_refused(
+def test_malformed_sizes_are_refused(
     file: str, size: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Catches a memory of nothing, or of a unit that is none."""
+    """Catches a memory of zero, or with an unknown unit."""
     with pytest.raises(SystemExit):
         main(["plan", file, "--memory", size])
     assert f"{size} must be a size: 80 and 80GiB are multiples of" in capsys.readouterr().err

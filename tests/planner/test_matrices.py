@@ -1,4 +1,4 @@
-"""Planned updates of whole matrices equal what a run sends, keeps and multiplies."""
+"""Planned updates of whole matrices equal what a run sends, stores and multiplies."""
 
 from __future__ import annotations
 
@@ -53,9 +53,10 @@ def _counted(rank: int, layout: Layout) -> tuple[int, int, int, int, int]:
     return len(sent), sum(sent), sum(x.nbytes for x in states), own, int(flops)
 
 
-def test_what_is_planned_is_what_a_run_does() -> None:
-    """Catches rows that travel otherwise than planned, adamw's states planned for muon, and a
-    matrix that is multiplied twice, or by the ranks unevenly."""
+def test_planned_matrix_updates_equal_those_of_a_run() -> None:
+    """Catches rows sent differently than planned, adamw's states planned for muon, and a matrix
+    that is multiplied twice or on unevenly loaded ranks.
+    """
     for name, of_ranks in run_each(4, _counted, LAYOUTS).items():
         case = replace(case_of(LAYOUTS[name], Task(model=MODEL), "float32"), optimizer=MUON)
         for rank, (calls, sent, kept, own, every) in enumerate(of_ranks):

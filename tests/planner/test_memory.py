@@ -107,7 +107,7 @@ class Found(NamedTuple):
     where: str
     states: tuple[int, int, int]
     host: int
-    """In the buffers of the host, which are not in `peak`."""
+    """Bytes in buffers of the host, which are not in `peak`."""
 
 
 def _case(layout: Layout, model: ModelConfig, dtype: str, tokens: int = TOKENS) -> PlanCase:
@@ -163,8 +163,8 @@ def _states(run: Run) -> tuple[int, int, int]:
 @pytest.mark.slow
 @pytest.mark.timeout(320)
 @pytest.mark.parametrize("world", sorted({layout.world for layout, _, _ in CASES}))
-def test_planned_peak_is_the_measured_one(world: int) -> None:
-    """Catches an owner forgotten or counted twice, and a peak looked for at the wrong moment."""
+def test_the_planned_peak_equals_the_measured_one(world: int) -> None:
+    """Catches an owner forgotten or counted twice, and a peak searched at the wrong moment."""
     cases = [case for case in CASES if case[0].world == world]
     for _, model, dtype in cases:
         language_model(model, dtype)  # traced once, for all ranks
@@ -180,8 +180,8 @@ def test_planned_peak_is_the_measured_one(world: int) -> None:
 
 
 @pytest.mark.parametrize(("layout", "dtype"), PARTS)
-def test_states_are_those_of_the_hybrid_zero_formula(layout: Layout, dtype: str) -> None:
-    """Catches states that are not split over weight and zero1 groups as the formula says."""
+def test_states_follow_the_hybrid_zero_formula(layout: Layout, dtype: str) -> None:
+    """Catches states not split over weight and zero1 groups as in the formula."""
     model = replace(MODEL, hidden_size=128, num_layers=8, intermediate_size=384)
     case = _case(layout, model, dtype)
     item, shard = case.item_bytes, case.language_model.num_parameters / case.topology.weight
@@ -195,12 +195,12 @@ class _Kept(NamedTuple):
     """Bytes kept on a rank."""
 
     states: tuple[int, int, int]
-    """Weights, gradients, and what the optimizer has of its own, wherever it lies."""
+    """Bytes of weights, gradients, and optimizer states on any device."""
     owners: dict[str, int]
-    """What the memory report says."""
+    """Bytes by owner in the memory report."""
     host: int
     update: int
-    """What is made during an update, at most."""
+    """Peak bytes allocated during an update."""
 
 
 def _states_of(rank: int, optimizer: OptimizerConfig) -> _Kept:
@@ -217,13 +217,14 @@ def _states_of(rank: int, optimizer: OptimizerConfig) -> _Kept:
 
 SHARED = Layout(tensor=2, weight=1, zero1=2)
 RULES = {"lion": LION, "narrow": NARROW, "host": HOST, "host, narrow": HOST_NARROW}
-"""Each with the parts of adamw's 12 bytes that it keeps."""
+"""Update rules, with the parts of adamw's 12 bytes per parameter that each stores."""
 PARTS_KEPT = {"lion": 8 / 12, "narrow": 8 / 12, "host": 1.0, "host, narrow": 8 / 12}
 
 
-def test_states_are_planned_as_the_rule_keeps_them() -> None:
-    """Catches the two moments of adamw planned or reported for a rule that has one, narrow ones
-    planned wide, and states planned where they are not."""
+def test_states_are_planned_as_the_update_rule_stores_them() -> None:
+    """Catches two moments planned or reported for a rule that has one, bfloat16 states planned as
+    float32, and states planned on the wrong device.
+    """
     plain = _case(SHARED, MODEL, "bfloat16")
     for name, of_ranks in run_each(2, _states_of, RULES).items():
         for rank, found in enumerate(of_ranks):
@@ -248,10 +249,8 @@ def test_states_are_planned_as_the_rule_keeps_them() -> None:
     ],
     ids=str,
 )
-def test_many_chunks_are_rehearsed_as_a_few(
-    layout: Layout, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Catches a transfer, a product or bytes lost with the chunks that are not run."""
+def test_a_few_loss_chunks_represent_all(layout: Layout, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a transfer, a product or bytes lost with the chunks that are not rehearsed."""
     case = _case(layout, replace(MODEL, loss_chunk_tokens=16), "float32", 256)
     few = rehearsal(case, case.place(0))
     run_few = rehearsals._loss
@@ -266,8 +265,10 @@ def test_many_chunks_are_rehearsed_as_a_few(
 
 
 @pytest.mark.parametrize("mode", [Mode.ISP, Mode.MTP])
-def test_logits_of_one_chunk_are_all_that_a_loss_has(mode: Mode) -> None:
-    """Catches a second copy of a chunk's logits, and what grows with tokens besides dx."""
+def test_a_chunked_loss_needs_the_logits_of_one_chunk(mode: Mode) -> None:
+    """Catches a second copy of a chunk's logits, and memory other than dx that grows with
+    tokens.
+    """
     vocab, hidden, chunk, parts = 8192, MODEL.hidden_size, 64, 2
     model = replace(MODEL, vocab_size=vocab, loss_chunk_tokens=chunk)
     layout = Layout(mode=mode, tensor=parts, weight=1 if mode is Mode.MTP else parts)
@@ -283,8 +284,8 @@ def test_logits_of_one_chunk_are_all_that_a_loss_has(mode: Mode) -> None:
     assert loss(2048) - loss(1024) == pytest.approx(dx, rel=0.1)
 
 
-def test_a_gpu_keeps_less_than_a_cpu() -> None:
-    """Catches wide copies of CPU kernels planned for kernels that need none."""
+def test_a_gpu_is_planned_without_the_copies_of_cpu_kernels() -> None:
+    """Catches float32 copies of CPU kernels planned for GPU kernels, which need none."""
     on_cpu = _case(Layout(), MODEL, "bfloat16")
     on_gpu = replace(on_cpu, on_cpu=False)
     place = on_cpu.place(0)
@@ -303,7 +304,9 @@ def test_a_gpu_keeps_less_than_a_cpu() -> None:
 def _backward_bytes(
     backend: str, kv_heads: int, *, dtype: torch.dtype, ring: bool = False, sinks: bool = False
 ) -> int:
-    """Return the bytes that backward of planned CUDA attention makes besides dq, dk and dv."""
+    """Return the bytes that backward of planned CUDA attention allocates in addition to dq,
+    dk, dv.
+    """
     dry = DryAttention(EventRecorder(), AttentionBackend(backend), on_cpu=False)
     mask = AttentionMask.of_documents([TOKENS])
     q, k, v = (
@@ -340,7 +343,7 @@ def _backward_bytes(
 def test_backward_of_attention_is_planned_with_its_workspace_on_a_gpu(
     backend: str, kv_heads: int, bytes_per_feature: float
 ) -> None:
-    """Catches kernels of CUDA that are planned as if their backward needed no memory."""
+    """Catches kernels of CUDA planned as if their backward needed no workspace."""
     expected = TOKENS * 8 * 16 * bytes_per_feature
     found = partial(_backward_bytes, backend, kv_heads)
     assert found(dtype=torch.bfloat16) == expected
@@ -351,7 +354,7 @@ def test_backward_of_attention_is_planned_with_its_workspace_on_a_gpu(
 
 
 def test_the_configured_backend_is_planned() -> None:
-    """Catches the workspace of a backend that the run does not use, or of none on CPU."""
+    """Catches the workspace of another backend than that of the run, and any workspace on CPU."""
     model = replace(MODEL, num_heads=8, num_kv_heads=1, hidden_size=128, intermediate_size=16)
 
     def work(on_cpu: bool, **keys: AttentionBackend) -> int:
@@ -366,8 +369,8 @@ def test_the_configured_backend_is_planned() -> None:
     assert work(True) == work(True, attention_backend=AttentionBackend.FLASH3)
 
 
-def test_buffers_of_weights_that_stay_are_those_of_every_layer() -> None:
-    """Catches buffers for two blocks where all weights stay, or for all where two are enough."""
+def test_weights_that_stay_need_buffers_of_every_layer() -> None:
+    """Catches buffers for two blocks where all weights stay, or for all where two suffice."""
     pools = {
         (stays, layers): gather_pool(case, case.place(0))
         for stays in (False, True)

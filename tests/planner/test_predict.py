@@ -33,7 +33,7 @@ MODEL = ModelConfig(
     intermediate_size=704,
     sliding_window=1,
 )
-"""That of tools/bench_overlap.py, without attention, whose matmuls sleep."""
+"""The model of tools/bench_overlap.py, without attention; its matmuls sleep."""
 TOKENS = 2048
 GFLOPS, LATENCY = 40e9, 50e-6
 
@@ -68,12 +68,12 @@ MEASURED = {
     "w1": (WeightConfig(launch_allgather_before=LaunchPoint.W1), (1.034, 1.038, 1.051, 1.060)),
     "module": (WeightConfig(forward_overlap_per=OverlapUnit.MODULE), (1.041, 1.090, 1.131, 1.190)),
 }
-"""The steps of two ranks over compute alone, of a quiet machine: docs/measurements/overlap.md."""
+"""Measured steps of two ranks, relative to compute, on a quiet machine (tools/README.md)."""
 
 
 @pytest.mark.parametrize("name", MEASURED)
-def test_step_times_are_those_of_the_limited_link(name: str) -> None:
-    """Catches a prediction that waits where a run does not, or hides what a run cannot."""
+def test_predicted_steps_match_those_measured_on_a_limited_link(name: str) -> None:
+    """Catches a prediction that waits where a run does not, or overlaps what a run cannot."""
     weight, measured = MEASURED[name]
     case = _case(Layout(weight=2, data=2, options=weight))
     unlimited = predict(case, _fabric(1e18))
@@ -84,8 +84,8 @@ def test_step_times_are_those_of_the_limited_link(name: str) -> None:
         assert abs(predicted / found - 1) < 0.1, (ratio, predicted, found)
 
 
-def test_without_a_wire_a_step_is_its_compute() -> None:
-    """Catches compute that is left out, done twice, or waiting that no transfer causes."""
+def test_with_an_infinitely_fast_link_a_step_is_its_compute() -> None:
+    """Catches compute that is left out or counted twice, and waits without a transfer."""
     case = _case(Layout(weight=2, data=2, micro=3))
     found = predict(case, _fabric(1e18))
     params = 8 * (4 * 256 * 256 + 3 * 256 * 704) + 512 * 256
@@ -96,8 +96,8 @@ def test_without_a_wire_a_step_is_its_compute() -> None:
     assert again.step == pytest.approx((6 * params + 2 * blocks) * TOKENS / GFLOPS, rel=1e-3)
 
 
-def test_many_micro_batches_are_as_few_and_more_of_the_same() -> None:
-    """Catches steps of many micro-batches whose rest is taken from the wrong one."""
+def test_many_micro_batches_extrapolate_from_few() -> None:
+    """Catches steps of many micro-batches extrapolated from the wrong one."""
     fabric = _fabric(2e8, 50)
     steps = [predict(_case(Layout(weight=2, data=2, micro=n)), fabric).step for n in (4, 5, 9)]
     assert steps[2] - steps[1] == pytest.approx(4 * (steps[1] - steps[0]), rel=1e-6)
@@ -106,8 +106,8 @@ def test_many_micro_batches_are_as_few_and_more_of_the_same() -> None:
 STAY = WeightConfig(reshard_after_forward=False)
 
 
-def test_weights_that_stay_take_as_long_as_on_the_limited_link() -> None:
-    """Catches gathers of backward that are waited for although they are spared."""
+def test_predicted_steps_with_weights_that_stay_match_measurements() -> None:
+    """Catches gathers of backward counted although weights that stay need none."""
     case = _case(Layout(weight=2, data=2, options=STAY))
     unlimited = predict(case, _fabric(1e18))
     sent = 3 * (language_model(MODEL, "float32").num_parameters - MODEL.hidden_size * 17) * 4 / 2
@@ -118,7 +118,7 @@ def test_weights_that_stay_take_as_long_as_on_the_limited_link() -> None:
 
 @pytest.mark.parametrize("pipeline", [1, 2])
 def test_weights_that_stay_are_waited_for_once_a_step(pipeline: int) -> None:
-    """Catches the first micro-batch's gathers taken for those of all, or of none."""
+    """Catches gathers of the first micro-batch counted for all of them, or for none."""
 
     def of(micro_num: int, options: WeightConfig = STAY) -> Prediction:
         layout = Layout(weight=2, data=2, pipeline=pipeline, micro=micro_num, options=options)
@@ -135,15 +135,15 @@ def test_weights_that_stay_are_waited_for_once_a_step(pipeline: int) -> None:
 
 
 def test_a_pipeline_idles_as_long_as_its_formula_says() -> None:
-    """Catches a bubble that is lost: 1F1B of equal stages idles (P - 1) / m of its work."""
+    """Catches a lost bubble: 1F1B of equal stages idles (P - 1) / m of its work."""
     model = replace(MODEL, vocab_size=8)
     layout = Layout(mode=Mode.MTP, pipeline=4, micro=12)
     found = predict(_case(layout, model), _fabric(1e18))
     assert found.bubble / (found.step - found.bubble) == pytest.approx(3 / 12, rel=0.05)
 
 
-def test_transfers_within_and_between_nodes() -> None:
-    """Catches a group that is taken to be in one node, or a node's links taken for one."""
+def test_transfers_within_and_between_nodes_have_their_own_speeds() -> None:
+    """Catches a group assumed to be in one node, and a node's links counted as one."""
     outside = LinkSpec(gb_per_second=1, latency_us=10)
     fabric = replace(_fabric(10e9, 1.0), devices_per_node=4, between=outside)
     parallel = ParallelConfig(tensor=TensorConfig(size=4), weight=WeightConfig(size=16))
@@ -162,8 +162,8 @@ def test_transfers_within_and_between_nodes() -> None:
     assert fabric.wire(case, Axis.DATA) == "between"
 
 
-def test_attention_costs_what_its_pairs_cost() -> None:
-    """Catches the causal half, packed documents or the rank's heads left out."""
+def test_attention_costs_follow_the_number_of_pairs() -> None:
+    """Catches ignored causality, packed documents or split heads."""
     model = replace(MODEL, sliding_window=None)
     whole = _case(Layout(), model)
     pairs = 4 * 256 * TOKENS**2 / 2
@@ -184,8 +184,8 @@ def _attention_flops(case: PlanCase) -> float:
     return flops
 
 
-def test_states_on_the_host_cost_their_way() -> None:
-    """Catches an update that is planned as if its states were at hand."""
+def test_states_on_the_host_cost_their_copies() -> None:
+    """Catches an update planned as if its states were on the device."""
     case = replace(_case(Layout()), optimizer=OptimizerConfig(offload_states=True))
     host = HostSpec(gb_per_second=1.0)
     found = Costs(case, case.place(0), _device(), host).update
@@ -197,7 +197,7 @@ def test_states_on_the_host_cost_their_way() -> None:
 
 
 def test_known_fabrics_can_be_read_and_written() -> None:
-    """Catches a file that comes with the project and is not one."""
+    """Catches a shipped file that is not a valid fabric."""
     assert {"h100x8_ib400", "a100x8_hdr", "h200", "cpu"} <= set(known_fabrics())
     for name in known_fabrics():
         assert load_fabric(name).source
@@ -211,8 +211,8 @@ def test_known_fabrics_can_be_read_and_written() -> None:
         ("", "the file is empty"),
     ],
 )
-def test_a_wrong_fabric_is_refused(tmp_path: Any, text: str, fault: str) -> None:
-    """Catches a fault of the file that is not told with its key."""
+def test_a_wrong_fabric_is_refused_with_its_key(tmp_path: Any, text: str, fault: str) -> None:
+    """Catches an error about the file that does not name the key."""
     file = tmp_path / "fabric.yaml"
     file.write_text(text)
     with pytest.raises(ConfigError, match=fault):
@@ -220,7 +220,7 @@ def test_a_wrong_fabric_is_refused(tmp_path: Any, text: str, fault: str) -> None
 
 
 def test_more_ranks_than_a_machine_has_are_refused() -> None:
-    """Catches a world over nodes of which nothing is known."""
+    """Catches a world over several nodes whose links are not known."""
     with pytest.raises(ConfigError, match="neither a file nor a fabric"):
         load_fabric("abacus")
     load_fabric("h200").check(8)
@@ -228,8 +228,8 @@ def test_more_ranks_than_a_machine_has_are_refused() -> None:
         load_fabric("h200").check(16)
 
 
-def test_transfers_queue_on_their_wire_and_wait_for_what_they_need() -> None:
-    """Catches two transfers that share a wire and are both as fast as one alone."""
+def test_transfers_queue_on_their_link_and_wait_for_dependencies() -> None:
+    """Catches two transfers on one link that are each as fast as one alone."""
     clock = Clock()
     clock.launch("a", "inside", 2.0)
     clock.launch("b", "inside", 3.0)

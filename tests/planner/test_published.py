@@ -24,7 +24,7 @@ class Run(NamedTuple):
     checkpoint: float
     tgs: float
     mode: Mode = Mode.ISP
-    """isp with all ranks in a weight group is what fully sharded data parallelism sends."""
+    """With all ranks in one weight group, isp sends what fully sharded data parallelism sends."""
 
 
 A100, H100 = "a100x8_hdr", "h100x8_ib400"
@@ -64,13 +64,13 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.mark.timeout(320)
 @pytest.mark.parametrize("name", RUNS)
-def test_throughput_is_near_what_was_published(name: str, path: str) -> None:
-    """Catches a machine that is planned with as if it reached what its makers print."""
+def test_planned_throughput_is_near_the_published_one(name: str, path: str) -> None:
+    """Catches a machine planned as if it reached the peaks of its data sheet."""
     assert _planned(RUNS[name], path) == pytest.approx(RUNS[name].tgs, rel=0.15)
 
 
-def test_more_nodes_cost_what_was_published(path: str) -> None:
-    """Catches ranks that lose nothing by being many, or so much that nobody could use them."""
+def test_more_nodes_cost_the_published_efficiency(path: str) -> None:
+    """Catches plans in which many ranks lose no efficiency, or far too much."""
     few, many = Run(A100, 8, 2048, 18, 1, 1, 3679), RUNS["llm-foundry, 128 A100"]
     found = _planned(many, path) / _planned(few, path)
     assert found < 0.99
@@ -78,7 +78,7 @@ def test_more_nodes_cost_what_was_published(path: str) -> None:
 
 
 def test_small_micro_batches_lose_in_large_weight_groups(path: str) -> None:
-    """Catches gathers over 512 ranks that take no longer to begin than over 8."""
+    """Catches gathers over 512 ranks whose latency is that of 8."""
     small = Run(A100, 512, 4096, 1, 4, 0, 0)
     large = small._replace(micro_bsz=8, micro_num=1, checkpoint=1)
     lost = [

@@ -1,4 +1,4 @@
-"""Bytes that a forward keeps, planned and counted."""
+"""Bytes that a forward saves for backward, planned and counted."""
 
 from __future__ import annotations
 
@@ -50,11 +50,11 @@ CASES = {
         (Layout(tensor=2, context=2, weight=2), BASE, "float32"),
     ],
 }  # fmt: skip
-"""Those of one rank and of two."""
+"""Cases by number of ranks."""
 
 
 def _measured(rank: int, cases: list[tuple[Layout, ModelConfig, str]]) -> list[tuple[int, int]]:
-    """Return the bytes kept by the model, and by model and loss, on this rank, without weights."""
+    """Return the bytes saved by the model, and by model and loss, on this rank, without weights."""
     meshes, found = Meshes(rank), []
     for number, (layout, config, dtype) in enumerate(cases):
         task = _task(config, number)
@@ -72,7 +72,7 @@ def _measured(rank: int, cases: list[tuple[Layout, ModelConfig, str]]) -> list[t
 
         weights = (item.parameter for item in model.shards())
         known = {x.untyped_storage()._cdata for x in (*weights, batch.tokens)}
-        if model.learns:  # what later forwards need not keep
+        if model.learns:  # later forwards save less
             forward().backward()
             run.step.hook.after_step()
         of_model = _kept(lambda model=model, inputs=inputs: model(*inputs), known)  # type: ignore[misc]
@@ -83,7 +83,7 @@ def _measured(rank: int, cases: list[tuple[Layout, ModelConfig, str]]) -> list[t
 
 
 def _kept(forward: Callable[[], Any], known: set[int]) -> int:
-    """Return the bytes that `forward` saves besides `known`; shared storages count once."""
+    """Return the bytes that `forward` saves in addition to `known`; shared storages count once."""
     kept: dict[int, torch.UntypedStorage] = {}
 
     def pack(x: torch.Tensor) -> torch.Tensor:
@@ -102,8 +102,8 @@ def _task(config: ModelConfig, number: int) -> Task:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("world", CASES)
-def test_planned_activations_are_the_saved_ones(world: int) -> None:
-    """Catches a tensor that is kept and not planned, or planned whole where it is split."""
+def test_planned_activations_equal_the_saved_ones(world: int) -> None:
+    """Catches a saved tensor that is not planned, or planned whole although it is split."""
     of_ranks = run_ranks(world, _measured, CASES[world])
     for number, (layout, config, dtype) in enumerate(CASES[world]):
         case = case_of(layout, _task(config, number), dtype)

@@ -38,7 +38,7 @@ def _config(file: str, *overrides: str) -> JobConfig:
 
 
 def test_the_best_layout_fits_and_is_not_slower_than_the_given_one(file: str) -> None:
-    """Catches a ranking that is upside down, another batch, or one that forgets the memory."""
+    """Catches a reversed ranking, another batch, and a ranking that ignores memory."""
     config, fabric = _config(file), load_fabric("h100x8_ib400")
     found = search(config, 4, fabric)
     own, rows = found.own, found.rows
@@ -59,7 +59,7 @@ def test_the_best_layout_fits_and_is_not_slower_than_the_given_one(file: str) ->
 
 
 def test_weights_stay_where_that_is_faster(file: str) -> None:
-    """Catches weights that stay on fast links, for nothing, or are gathered again on slow ones."""
+    """Catches weights that needlessly stay on fast links, or are gathered again on slow ones."""
     config, fast = _config(file, "--data.seq_len", "1024"), load_fabric("h100x8_ib400")
     slow = replace(fast, inside=replace(fast.inside, gb_per_second=20))
     for fabric, stay in ((fast, False), (slow, True)):
@@ -69,8 +69,10 @@ def test_weights_stay_where_that_is_faster(file: str) -> None:
         assert ("2, kept" in as_text(replace(found, own=fastest), 9)) is stay
 
 
-def test_what_does_not_fit_is_told(file: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """Catches a layout that is left out without a reason, and recomputation that is not tried."""
+def test_layouts_that_do_not_fit_are_reported(
+    file: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Catches a layout left out without a reason, and recomputation that is not tried."""
     words = ["--world=8", "--fabric=h200", "--data.seq_len=2097152", "--data.micro_num=1"]
     assert main(["layouts", file, *words]) == 0
     said = capsys.readouterr().out
@@ -82,8 +84,10 @@ def test_what_does_not_fit_is_told(file: str, capsys: pytest.CaptureFixture[str]
     assert "parallel.tensor.size=8 must divide model.num_kv_heads=4" in said
 
 
-def test_what_would_fit_is_told(file: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """Catches a plan that ends in "it does not fit", and a remedy that is none."""
+def test_changes_that_would_make_it_fit_are_suggested(
+    file: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Catches a plan that ends in "it does not fit", and a suggestion that does not help."""
     words = ["--fabric", "h200", "--data.micro_num", "1"]
     long = [*words, "--world", "2", "--data.seq_len", "1048576"]
     assert main(["layouts", file, *long, "--batch", "1"]) == 0
@@ -108,8 +112,8 @@ def test_what_would_fit_is_told(file: str, capsys: pytest.CaptureFixture[str]) -
     assert main(["layouts", file, *large, "--world", ranks]) == 0
 
 
-def test_states_that_a_host_has_no_room_for_do_not_fit(file: str) -> None:
-    """Catches layouts that fit a device because the host is taken for endless."""
+def test_states_that_exceed_host_memory_do_not_fit(file: str) -> None:
+    """Catches layouts that fit the device on the assumption of unlimited host memory."""
     config = _config(file, "--optimizer.offload_states", "true", "--data.seq_len", "1024")
     fabric = load_fabric("h200")
     assert search(config, 4, fabric, rows=16).num_fitting > 0
@@ -122,7 +126,7 @@ def test_states_that_a_host_has_no_room_for_do_not_fit(file: str) -> None:
 def test_the_configuration_is_compared_at_the_same_batch(
     file: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Catches a row whose step has other sequences, and keys of another layout than the first."""
+    """Catches a row whose step has another batch, and keys of another layout than the first."""
     whole = _config(file, "--training.global_batch_size=16", "--data.micro_num=null")
     assert search(whole, 2, load_fabric("cpu")).rows == 16
     for rows in (16, 4):
@@ -146,16 +150,18 @@ def test_the_configuration_is_compared_at_the_same_batch(
     assert [line.strip() for line in keys.splitlines()] == fastest.overrides
 
 
-def test_modes_without_any_layout_are_told(file: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """Catches a mode that is missing from the ranking without a word."""
+def test_modes_without_any_layout_are_reported(
+    file: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Catches a mode that is silently missing in the ranking."""
     assert main(["layouts", file, "--world", "16", "--batch", "2"]) == 0
     said = capsys.readouterr().out
     assert "mtp, msp, fsp: no sizes share the sequences of a step evenly" in said
     assert "--parallel.tensor.size 8" in said.split("the first one")[1]
 
 
-def test_plans_can_be_read_by_machines(file: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """Catches JSON that is mixed with text, or differs from what is shown to people."""
+def test_plans_are_available_as_json(file: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Catches JSON that is mixed with text, or differs from the text report."""
     assert main(["layouts", file, "--world", "4", "--json", "--top", "2"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert len(found["layouts"]) == 2
@@ -166,10 +172,10 @@ def test_plans_can_be_read_by_machines(file: str, capsys: pytest.CaptureFixture[
     assert found["configured"]["tensor"] == 2
 
 
-def test_a_configuration_that_is_no_layout_is_told(
+def test_a_configuration_that_does_not_fit_the_ranks_is_reported(
     file: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Catches a search that fails because the configuration at hand does not fit the ranks."""
+    """Catches a search that fails because the given configuration does not fit the ranks."""
     assert main(["layouts", file, "--world", "9", "--batch", "18"]) == 0
     said = capsys.readouterr().out
     assert "the configuration as it is: parallel.tensor.size=2 must divide the world size 9" in said

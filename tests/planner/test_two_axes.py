@@ -1,4 +1,4 @@
-"""Plans of heads x context: choice of the exchange, cuts of the tensor group, balance."""
+"""Plans of heads x context: choice of the exchange, splits of the tensor group, balance."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def _peak(config: JobConfig) -> int:
 
 
 def test_a_ring_is_chosen_where_a_gather_does_not_fit(file: str) -> None:
-    """Catches a choice that looks at no memory, or overrides what was asked for."""
+    """Catches a choice that ignores memory, or overrides the user's key."""
     config = load_config(file)
     gather, ring = (_peak(load_config(file, [EXCHANGE + kind])) for kind in ("gather", "ring"))
     assert ring < gather
@@ -53,7 +53,7 @@ def test_a_ring_is_chosen_where_a_gather_does_not_fit(file: str) -> None:
     assert choose_exchange(alone, 8, 1, on_cpu=False) == (alone, "")
 
 
-def test_the_choice_is_told(file: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_chosen_exchange_is_reported(file: str, capsys: pytest.CaptureFixture[str]) -> None:
     """Catches a plan of another exchange than the run's."""
     assert main(["plan", file, "--memory", "80"]) == 0
     assert "context   4 ranks, gather (auto): planned to take" in capsys.readouterr().out
@@ -62,7 +62,7 @@ def test_the_choice_is_told(file: str, capsys: pytest.CaptureFixture[str]) -> No
 
 
 def test_layouts_are_searched_over_heads_x_context(file: str) -> None:
-    """Catches cuts that are not tried, that cannot be asked for again, or leave a rank no head."""
+    """Catches splits that are not tried, cannot be configured, or leave a rank without a head."""
     config, fabric = load_config(file), load_fabric("h100x8_ib400")
     found = search(config, 8, fabric)
     assert isinstance(found.own, Candidate)
@@ -78,8 +78,8 @@ def test_layouts_are_searched_over_heads_x_context(file: str) -> None:
         assert sizes == [topology.size(axis) for axis in Axis]
 
 
-def test_neighbours_share_a_node(file: str) -> None:
-    """Catches transfers that are priced by the links of the other axis."""
+def test_neighbors_of_an_axis_share_a_node(file: str) -> None:
+    """Catches transfers priced by the links of the other axis."""
     fabric = load_fabric("h100x8_ib400")
     place = "--parallel.sequence_2D.device_placement_strategy.head_first"
     for head_first, inside in (("true", Axis.HEAD), ("false", Axis.CONTEXT)):
@@ -92,10 +92,10 @@ def test_neighbours_share_a_node(file: str) -> None:
         assert set(wires.values()) == {"between"}
 
 
-def test_the_balance_of_the_configured_row_is_told(
+def test_the_balance_of_the_configured_row_is_reported(
     file: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Catches a number of other documents than those of a row."""
+    """Catches a balance for other documents than those of a row."""
     assert main(["prefetch", file]) == 0
     assert "4 context ranks attends to 0.0% more than the mean" in capsys.readouterr().out
     packed = load_config(file, ["--data.micro_bsz=3", "--data.seq_len=8"])

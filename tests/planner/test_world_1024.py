@@ -1,4 +1,4 @@
-"""Layouts of 1,024 ranks from start to end in one process, over groups that move nothing.
+"""Layouts of 1,024 ranks, from start to end in one process, over groups that transfer nothing.
 
 Pipelines are left out, since stages send each other the shapes of their tensors.
 """
@@ -38,7 +38,7 @@ RANK = 777
 
 
 class _FakeMesh(Mesh):
-    """Mesh whose host group has the fake backend, too, which needs no other rank."""
+    """A mesh whose host group also has the fake backend, which needs no other rank."""
 
     def open_host(self, axis: Axis, name: str) -> Channel:
         return self[Axis.WORLD]
@@ -52,7 +52,7 @@ def _one_rank(_: int, layout: Layout, rank: int) -> tuple[Counts, int]:
     run = make_run(mesh, layout, Task(model=MODEL))
     grad_norm = run.optimizer.grad_norm
 
-    def finite() -> float:  # what nobody sent is whatever was in memory
+    def finite() -> float:  # fake groups send nothing, so buffers have arbitrary contents
         grad_norm()
         return 1.0
 
@@ -68,13 +68,14 @@ def _one_rank(_: int, layout: Layout, rank: int) -> tuple[Counts, int]:
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_a_step_of_1024_ranks_is_as_planned(name: str) -> None:
-    """Catches group arithmetic, shards or counts that hold for a few ranks alone."""
+def test_a_step_of_1024_ranks_equals_its_plan(name: str) -> None:
+    """Catches group arithmetic, shards or counts that are only right for a few ranks."""
     layout = LAYOUTS[name]
     assert layout.world == WORLD
     ((transfers, held),) = run_ranks(1, _one_rank, layout, RANK)
     case = plan_case(layout, MODEL, "float64", on_cpu=False)
     planned = traffic(case, RANK).by_channel
-    planned.pop(("broadcast", Axis.TENSOR.value), None)  # the step begins behind the data
+    # the step starts after the broadcast of the data
+    planned.pop(("broadcast", Axis.TENSOR.value), None)
     assert transfers == planned
     assert held == states(case, case.place(RANK)).states

@@ -37,7 +37,9 @@ MARKS = (
 
 
 def example_profile() -> Profile:
-    """Return a profile of mtp, which waits for all-reduces, and isp, which hides most gathers."""
+    """Return a profile of mtp, which waits for all-reduces, and isp, which overlaps most
+    gathers.
+    """
     sums = [
         _transfer("all_reduce", output(f"layers.{i}.attention.wo"), launch, launch + 8, launch)
         for i, launch in enumerate((15, 29))

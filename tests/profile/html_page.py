@@ -1,4 +1,4 @@
-"""Reads an HTML page as a browser does, and records what it must not contain."""
+"""Reads an HTML page as a browser does, and records content that it must not have."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ class HtmlPage(HTMLParser):
     def __init__(self, html: str) -> None:
         super().__init__()
         self.references: list[str] = []
-        """Where attributes lead, but for links that a person may follow."""
+        """Targets of attributes, except links that a user can follow."""
         self.ids: Counter[str] = Counter()
         self.tags: Counter[str] = Counter()
         self.texts: list[str] = []
         self.hovers: list[str] = []
         """The texts of `title` elements in drawings."""
         self.styles = ""
-        """Everything in which a style sheet could load something."""
+        """All style text, in which a style sheet could load something."""
         self.unboxed: list[str] = []
-        """Elements of a width of their own that are in no box that scrolls."""
+        """Elements with a fixed width that are not in a scrolling box."""
         self._open: list[str] = []
         self._boxes: list[bool] = []
         self.feed(html)

@@ -54,7 +54,7 @@ def transfer(
     channel: str = "weight",
     sent_bytes: int = 100,
 ) -> TimedTransfer:
-    """Return a transfer that was waited for from `wait` until it ended, if that was later."""
+    """Return a transfer with a wait from `wait` to its end, if that is later."""
     return TimedTransfer(
         kind,
         channel,
@@ -78,7 +78,7 @@ def mark(at: float, phase: Phase, block: str = "", site: str = "") -> Mark:
 def record(
     begins: Sequence[float], transfers: Sequence[TimedTransfer], marks: Sequence[Mark]
 ) -> RankRecord:
-    """Return a record of steps that begin at `begins`; the last entry is the end."""
+    """Return a record of steps that start at `begins`; the last entry is the end."""
     return RankRecord(
         begins=tuple(begin / 1e3 for begin in begins),
         transfers=tuple(transfers),

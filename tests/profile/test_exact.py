@@ -1,4 +1,4 @@
-"""On steps with known intervals every number equals the one that was put in."""
+"""On steps with known intervals every reported number equals the expected one."""
 
 from __future__ import annotations
 
@@ -41,7 +41,9 @@ BEGINS = (0.0, 100.0)
 
 
 def first_step():
-    """Return a step: two first gathers, a chain transfer, a hidden and a last gradient, metrics."""
+    """Return a step: two first gathers, one exchange that compute needs, an overlapped and a last
+    gradient, and metrics.
+    """
     wqkv = "layers.0.attention.wqkv"
     cases = (  # kind, tag, phase, launch, end, wait, channel
         ("all_gather", weight("embedding"), Phase.OPTIMIZER, -5, 15, 13, "weight"),
@@ -57,8 +59,8 @@ def first_step():
     ]
 
 
-def test_one_rank():
-    """Catches any interval that is cut, joined or attributed in another way than it was."""
+def test_every_number_of_one_rank_is_exact():
+    """Catches any interval that is cut, joined or attributed wrongly."""
     (times,) = aligned(record(BEGINS, first_step(), MARKS))
     table, wqkv, qkv, grad, last, metrics = step_collectives(times, 0)
     assert (table.launch_ms, table.end_ms, table.wait_ms) == pytest.approx((-5, 15, 13))
@@ -86,7 +88,7 @@ def test_one_rank():
 
 
 def shifted(transfers, marks, seconds: float):
-    """Return the transfer, moved by a time."""
+    """Return the transfer, moved in time."""
     moved = [
         dataclasses.replace(
             t,
@@ -100,7 +102,7 @@ def shifted(transfers, marks, seconds: float):
 
 
 def test_a_transfer_belongs_to_the_step_that_waits_for_it():
-    """Catches first gathers counted in the step that launched them, or in none."""
+    """Catches first gathers counted in the step that launched them, or in no step."""
     again, later = shifted(first_step(), MARKS, 0.1)
     marks = [*MARKS, *later]
     (times,) = aligned(record((0.0, 100.0, 200.0), [*first_step(), *again], marks))
@@ -111,8 +113,8 @@ def test_a_transfer_belongs_to_the_step_that_waits_for_it():
     assert (first.num_transfers, second.num_transfers) == (6, 6)
 
 
-def test_waiting_is_cut_into_queue_other_ranks_and_moving():
-    """Catches a slow neighbour, or the transfer before, being taken for a slow wire."""
+def test_waiting_is_split_into_queue_other_ranks_and_transfer():
+    """Catches a slow rank, or the previous transfer, reported as a slow link."""
     phase = {"phase": Phase.FORWARD, "channel": "tensor"}
 
     def of_rank(late: float):
@@ -140,9 +142,9 @@ def test_waiting_is_cut_into_queue_other_ranks_and_moving():
 
 
 def test_a_receive_waits_for_its_sender():
-    """Catches a receive matched with its rank's own sends, or that counts from when it is posted.
+    """Catches a receive matched with its rank's own sends, or timed from when it is posted.
 
-    Rank 1 sends at 22 what rank 0 has waited for since 10, and receives what is long there.
+    Rank 1 sends at 22 what rank 0 has waited for since 10, and receives what was sent long before.
     """
     kinds = {"phase": Phase.OTHER, "channel": "tensor"}
     one, two = (
@@ -165,8 +167,8 @@ def test_a_receive_waits_for_its_sender():
     assert [own.comm_ms for own in found] == [pytest.approx(20), 0]
 
 
-def test_what_does_not_fit_beside_compute_is_in_the_bound():
-    """Catches a bound that calls more transfers than there is compute avoidable."""
+def test_the_bound_includes_transfers_that_exceed_compute():
+    """Catches a bound that calls transfers avoidable although there is not enough compute."""
     gather = transfer(
         "all_gather", weight("layers.1.w"), phase=Phase.FORWARD, launch=11, end=51, wait=26
     )
@@ -174,8 +176,8 @@ def test_what_does_not_fit_beside_compute_is_in_the_bound():
     assert totals(times, 0).excess_ms == pytest.approx(40 - (35 - 25))
 
 
-def test_timeline():
-    """Catches spans that overlap or leave gaps, and times that do not count from the given zero."""
+def test_the_timeline_has_no_gaps_or_overlaps():
+    """Catches spans that overlap or leave gaps, and times that do not start at the given zero."""
     (times,) = aligned(record(BEGINS, first_step(), MARKS))
     found = timeline(times, 0, number=3, zero=times.begins[0] - 1)
     assert (found.step, found.begin_ms, found.end_ms) == (3, pytest.approx(1), pytest.approx(101))
@@ -193,8 +195,8 @@ def test_timeline():
     assert len(found.memory) == len(MARKS) - 2
 
 
-def test_covered_counts_overlap_once():
-    """Catches time in which two transfers were under way being counted twice."""
+def test_time_under_two_transfers_counts_once():
+    """Catches time with two transfers in flight that is counted twice."""
     (times,) = aligned(record(BEGINS, first_step(), MARKS))
     first, second = ((c.start_ms, c.end_ms) for c in times.collectives[:2])
     assert covered([second, first]) == pytest.approx(31)

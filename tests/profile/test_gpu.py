@@ -1,4 +1,4 @@
-"""Times of the recorder on a GPU are those of the device, which the host runs ahead of."""
+"""Times of the recorder on a GPU are those of the device, ahead of which the host runs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LONG_CYCLES = 200_000_000
 
 
 class _Copy:
-    """Stand-in for NCCL's handle of a collective, which streams wait for on the device."""
+    """A stand-in for NCCL's work handle, for which streams wait on the device."""
 
     def __init__(self, stream: torch.cuda.Stream) -> None:
         stream.wait_stream(torch.cuda.current_stream())
@@ -33,8 +33,8 @@ class _Copy:
         torch.cuda.current_stream().wait_event(self.done)
 
 
-def test_times_are_the_devices():
-    """Catches a wait that is taken for short because the host did not block, or host marks."""
+def test_times_are_those_of_the_device():
+    """Catches a wait measured as short because the host did not block, and marks of the host."""
     device = torch.device("cuda")
     channel, stream = Channel.solo("weight"), torch.cuda.Stream()
     recorder = Recorder(channel.log, device, {})

@@ -1,4 +1,4 @@
-"""The page of a profile: its sentence, its numbers, its timelines, and windows of any width."""
+"""The HTML page of a profile: its summary, numbers, timelines, and windows of any width."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ data: {{source: {folder}/text.txt, seq_len: 16}}
 
 
 def example() -> Profile:
-    """The example with its command, and with a label that would be markup if not escaped."""
+    """Return the example with its command, and with a label that would be markup if not escaped."""
     profile = replace(
         example_profile(), command=COMMAND, config=CONFIG, shared_cores="2 ranks share 1 core"
     )
@@ -54,8 +54,8 @@ def read(html: str) -> HtmlPage:
     return HtmlPage(html)
 
 
-def test_profile_with_its_page(tmp_path: Path) -> None:
-    """Catches --html that makes no page, or a page of other numbers than the profile's."""
+def test_profile_html_writes_a_page_of_the_profile(tmp_path: Path) -> None:
+    """Catches --html that writes no page, or a page of other numbers than the profile."""
     (tmp_path / "text.txt").write_text("a text that is long enough for a few steps. " * 40)
     job = tmp_path / "job.yaml"
     job.write_text(JOB.format(folder=tmp_path))
@@ -71,8 +71,8 @@ def test_profile_with_its_page(tmp_path: Path) -> None:
     assert f"isp profile {job} --modes isp" in text
 
 
-def test_page_needs_no_network(html: str, read: HtmlPage) -> None:
-    """Catches a script, style, font or picture that is fetched from somewhere."""
+def test_the_page_needs_no_network(html: str, read: HtmlPage) -> None:
+    """Catches a script, style, font or picture that is fetched."""
     assert not read.references
     assert set(read.ids.values()) == {1}
     assert "://" not in html
@@ -80,20 +80,20 @@ def test_page_needs_no_network(html: str, read: HtmlPage) -> None:
     assert read.tags["script"] == 1
 
 
-def test_hatches_are_there(html: str, read: HtmlPage) -> None:
-    """Catches bars that color alone tells apart: a bar that refers to no pattern."""
+def test_every_bar_refers_to_an_existing_hatch(html: str, read: HtmlPage) -> None:
+    """Catches bars distinguished by color only: a bar that refers to a missing pattern."""
     used = set(re.findall(r"url\(#([^)]*)\)", html))
     assert used
     assert used <= set(read.ids)
 
 
-def test_a_narrow_window_shows_all(html: str, read: HtmlPage) -> None:
+def test_a_narrow_window_shows_everything(html: str, read: HtmlPage) -> None:
     """Catches a page that scrolls sideways as a whole at 400 pixels, and text that is too small."""
     assert 'name="viewport" content="width=device-width, initial-scale=1"' in html
     assert ".scroll { overflow-x: auto;" in read.styles
     assert {"table", "pre", "svg"} <= set(read.tags)
     assert not read.unboxed
-    assert HtmlPage("<svg width='900'></svg>").unboxed  # which the line before would have found
+    assert HtmlPage("<svg width='900'></svg>").unboxed  # shows that the check above works
     sizes = re.findall(r"font(?:-size)?: ([\d.]+)(\w+)", read.styles)
     assert len(sizes) > 5
     assert {unit for _, unit in sizes} == {"px"}
@@ -102,8 +102,8 @@ def test_a_narrow_window_shows_all(html: str, read: HtmlPage) -> None:
     assert all(float(width) < 360 for width in widths)
 
 
-def test_first_sentence(read: HtmlPage) -> None:
-    """Catches a page that does not begin with what is exposed, why, and what is worst."""
+def test_the_first_sentence_summarizes_the_profile(read: HtmlPage) -> None:
+    """Catches a page that does not begin with the exposed time, its cause, and the worst wait."""
     # isp exposes 2 ms at its first gather, 3 ms elsewhere and 4 ms at its last reduction.
     assert (
         "In isp, 9% of the step is exposed: 9.00 of 100.0 ms. 44% of it in the last"
@@ -115,8 +115,8 @@ def test_first_sentence(read: HtmlPage) -> None:
     ) in read.text
 
 
-def test_tables_have_the_numbers(read: HtmlPage) -> None:
-    """Catches a column of another quantity, a wrong unit, and modes that change places."""
+def test_tables_have_the_numbers_of_the_profile(read: HtmlPage) -> None:
+    """Catches a column of another quantity, a wrong unit, and swapped modes."""
     text = read.text
     assert "mtp 2 1 100.0 16.0 16.0 16% 0.0 0.0 16.0 0.0 16.0 1.00 2.00 1.70 5.00000" in text
     assert "isp 2 2 100.0 25.0 9.0 9% 2.0 4.0 0.0 0.0 6.0 1.50 3.00 1.70 5.00000" in text
@@ -131,7 +131,7 @@ def test_tables_have_the_numbers(read: HtmlPage) -> None:
 
 
 def test_names_are_escaped(read: HtmlPage) -> None:
-    """Catches a label that becomes a part of the page, in a table or a drawing."""
+    """Catches a label that becomes markup of the page, in a table or a drawing."""
     assert MARKUP in read.text
     assert any(MARKUP in hover for hover in read.hovers)
     plain = page(title=MARKUP, lead=MARKUP, points=[MARKUP], body=section(MARKUP), command=MARKUP)
@@ -145,8 +145,8 @@ def test_words_between_backticks_are_code() -> None:
 
 
 @pytest.mark.parametrize("text_from", [None, 0, 2])
-def test_titles_of_a_list_are_those_of_its_cells(text_from: int | None) -> None:
-    """Catches a table that a narrow window shows as a list, with titles of other columns."""
+def test_a_table_shown_as_a_list_keeps_its_headings(text_from: int | None) -> None:
+    """Catches a table that a narrow window shows as a list with the headings of other columns."""
     made = table(Table([("a", "b&", "c"), ("1", "2", "3")], 1, text_from))
     assert re.findall(r'data-title="(.*?)">(\d)', made) == [("a", "1"), ("b&amp;", "2"), ("c", "3")]
     assert ('class="stacked"' in made) == (text_from is not None)
@@ -159,13 +159,13 @@ def test_titles_of_a_list_are_those_of_its_cells(text_from: int | None) -> None:
 
 
 def figures(html: str) -> list[tuple[list[str], bool]]:
-    """Return the mode and rank of each timeline of a page, and whether it is shown at first."""
+    """Return the mode and rank of each timeline of a page, and whether it is initially visible."""
     found = re.findall(r'<figure data-values="([^"]*)"( hidden)?>', html)
     return [(json.loads(unescape(values)), not hidden) for values, hidden in found]
 
 
-def test_each_rank_can_be_chosen(html: str, read: HtmlPage) -> None:
-    """Catches a menu without a picture, and several pictures at a time."""
+def test_each_rank_can_be_selected(html: str, read: HtmlPage) -> None:
+    """Catches a menu entry without a picture, and several pictures at a time."""
     assert figures(html) == [
         (["isp", "0"], True),
         (["isp", "1"], False),
@@ -176,9 +176,9 @@ def test_each_rank_can_be_chosen(html: str, read: HtmlPage) -> None:
 
 
 def bars(mode: ModeProfile) -> list[tuple[int, float, float]]:
-    """(lane, begin, end) of every bar in the timeline of rank 0; a step of 100 ms has 900 pixels.
+    """Return (lane, begin, end) of every bar in the timeline of rank 0; 100 ms are 900 pixels.
 
-    Hatches are left out: they have the place of a bar.
+    Hatches are left out: they have the position of a bar.
     """
     found = re.findall(
         r'<rect x="([\d.]+)" y="(\d+)" width="([\d.]+)" height="\d+" fill="#',
@@ -192,8 +192,8 @@ def bars(mode: ModeProfile) -> list[tuple[int, float, float]]:
     ]
 
 
-def test_timeline_shows_when_things_were() -> None:
-    """Catches a bar in the wrong lane, from launch to end of wait, or before the step."""
+def test_bars_are_drawn_at_their_times() -> None:
+    """Catches a bar in the wrong lane, drawn from launch to end of wait, or before the step."""
     isp = example_profile().modes[1]
     found = bars(isp)
     assert [bar[1:] for bar in found if bar[0] == 0][:2] == [(0.0, 5.0), (5.0, 10.0)]
@@ -204,8 +204,8 @@ def test_timeline_shows_when_things_were() -> None:
     assert next(bar[1:] for bar in bars(moved) if bar[0] == 1) == (0.0, 2.0)
 
 
-def test_a_late_launch_is_seen() -> None:
-    """Catches a transfer behind another one that looks as if it had just been launched."""
+def test_the_timeline_shows_when_a_transfer_was_launched() -> None:
+    """Catches a transfer queued after another one that looks as if it had just been launched."""
     isp = example_profile().modes[1]
     rank = isp.ranks[0]
     assert 'stroke="#000"' not in draw_timeline(rank, "isp")
@@ -215,7 +215,7 @@ def test_a_late_launch_is_seen() -> None:
     assert re.search(r'd="M90\.0 [\d.]+v8M90\.0 [\d.]+H180\.0" stroke="#000"', drawn)
 
 
-def test_numbers_of_the_axis() -> None:
+def test_the_axis_has_the_scale_of_the_bars() -> None:
     """Catches an axis of another scale than the bars, and numbers that touch."""
     rank = example_profile().modes[1].ranks[0]
     numbers = re.findall(r'<text x="([\d.]+)" y="\d+" text-anchor="\w+">([\d,.]+)<', _axis(rank))
@@ -223,12 +223,12 @@ def test_numbers_of_the_axis() -> None:
 
 
 def _axis(rank: RankProfile) -> str:
-    """Return a timeline without layers, whose numbers are written in the same way."""
+    """Return a timeline without layers, with the same axis."""
     return draw_timeline(replace(rank, timeline=replace(rank.timeline, spans=())), "isp")
 
 
-def test_many_ranks() -> None:
-    """Catches a page that grows with the ranks, or loses the one that waits most."""
+def test_a_page_of_many_ranks_stays_small() -> None:
+    """Catches a page that grows with the ranks, or loses the rank that waits most."""
     isp = example_profile().modes[1]
     ranks = [replace(isp.ranks[0], rank=rank) for rank in range(20)]
     timeline = ranks[13].timeline
@@ -242,8 +242,8 @@ def test_many_ranks() -> None:
     assert [values for values, _ in shown] == [[m.mode, r] for m in modes for r in chosen]
 
 
-def test_losses_that_differ() -> None:
-    """Catches a page that calls losses equal that are not, or fails on one that is not finite."""
+def test_different_losses_are_reported() -> None:
+    """Catches different losses reported as equal, and a failure for one that is not finite."""
     profile = example_profile()
     mtp, isp = profile.modes
 
@@ -255,7 +255,7 @@ def test_losses_that_differ() -> None:
     assert ">not finite</td>" in text(None)
 
 
-def test_nothing_travels() -> None:
+def test_a_profile_without_transfers_has_a_page() -> None:
     """Catches shares of nothing, and drawings that need a transfer: one rank, one mode."""
     mtp = example_profile().modes[0]
     totals = replace(
@@ -269,8 +269,8 @@ def test_nothing_travels() -> None:
     assert "Nothing was waited for" in text
 
 
-def test_everything_is_hidden() -> None:
-    """Catches a sentence that needs a wait, or shares of no exposed time."""
+def test_a_profile_without_exposed_time_has_a_page() -> None:
+    """Catches a summary that needs a wait, and shares of zero exposed time."""
     isp = example_profile().modes[1]
     rank = isp.ranks[0]
     hidden = tuple(replace(c, exposed_ms=0.0) for c in rank.timeline.collectives)
@@ -281,7 +281,7 @@ def test_everything_is_hidden() -> None:
 
 
 def test_every_lane_is_explained() -> None:
-    """Catches a group of ranks whose name the page does not say."""
+    """Catches a group of ranks whose name the page does not explain."""
     isp = example_profile().modes[1]
     timeline = isp.ranks[0].timeline
     lanes = ("weight", "world", "stage")

@@ -24,11 +24,11 @@ MODEL = ModelConfig(
     num_layers=3,
     num_heads=2,
     intermediate_size=24,
-    checkpoint=0.3,  # the first block is computed again
+    checkpoint=0.3,  # the first block is recomputed
     init_std=0.3,
 )
 STEPS = 3
-"""Recorded ones; the first gathers of the first were launched before."""
+"""Recorded steps; the first gathers of the first one were launched before."""
 
 
 def _record(rank: int, mode: Mode) -> RankRecord:
@@ -63,7 +63,7 @@ def _aligned(mode: Mode) -> list[RankTimes]:
     return align(run_ranks(2, _record, mode))
 
 
-def test_isp_steps():
+def test_steps_in_isp_mode_are_recorded():
     """Catches a transfer that is lost, in the wrong phase, block or step, or without its times."""
     for times in _aligned(Mode.ISP):
         for step in range(1, STEPS):
@@ -74,8 +74,8 @@ def test_isp_steps():
             gathers = Counter(
                 (c.phase, c.block) for c in own if c.channel == "weight" and c.kind == "all_gather"
             )
-            # layers.2 and the head stay from forward to backward, layers.0 is gathered to compute
-            # it again, and serves backward too.
+            # layers.2 and the head stay from forward to backward; layers.0 is gathered for its
+            # recomputation, which backward shares.
             assert gathers == {
                 ("forward", "model.embed_tokens"): 1,
                 ("forward", "model.layers.0"): 4,
@@ -122,8 +122,8 @@ def _check_marks(times: RankTimes) -> None:
     assert all(m.memory_gib > 0 for m in marks if not m.site)
 
 
-def test_mtp_steps():
-    """Catches modes without gathers being left without phases, blocks or recompute."""
+def test_steps_in_mtp_mode_are_recorded():
+    """Catches modes without gathers recorded without phases, blocks or recomputation."""
     for times in _aligned(Mode.MTP):
         own = step_collectives(times, 1)
         sums = Counter((c.phase, c.block) for c in own if c.channel == "tensor" and c.block)

@@ -30,7 +30,7 @@ def _profile_noted(rank, job, options):
 
 
 @pytest.mark.slow
-def test_all_modes_on_two_ranks(tmp_path):
+def test_all_modes_are_profiled_on_two_ranks(tmp_path):
     """Catches a mode that trains on other data, lacks a number, or is not in trace or table."""
     job = write_job(tmp_path)
     options = ProfileOptions(warmup_steps=1, steps=2, command="isp profile job.yaml")
@@ -66,11 +66,13 @@ def test_all_modes_on_two_ranks(tmp_path):
     assert {f"{mode} rank {rank}" for mode in Mode for rank in range(2)} <= set(names)
     ours = [e for e in events if e["pid"] < 8]
     assert_nested(ours)
-    _check_torch_lies_beside_ours(events)
+    _check_torch_events_are_inside_ours(events)
 
 
-def _check_torch_lies_beside_ours(events) -> None:
-    """Check that torch.profiler's matrix products are within our step, for all ranks and modes."""
+def _check_torch_events_are_inside_ours(events) -> None:
+    """Check that torch.profiler's matrix products are within ISP's steps, for all ranks and
+    modes.
+    """
     for process in range(8):
         steps = [e for e in events if e["pid"] == process and e.get("cat") == "forward"]
         begin, end = min(e["ts"] for e in steps), max(e["ts"] + e["dur"] for e in steps)
@@ -84,7 +86,7 @@ def _check_torch_lies_beside_ours(events) -> None:
 
 
 def test_weight_size_is_the_configured_one_or_all_ranks(tmp_path):
-    """Catches isp compared with the weights on each rank, and a size changed behind one's back."""
+    """Catches isp compared with weights that are not sharded, and a silently changed size."""
     config = load_config(write_job(tmp_path))
     assert config_for(config, Mode.ISP, 4).parallel.weight.size == 2
     alone = load_config(write_job(tmp_path), ["--parallel.weight.size=1"])
@@ -94,8 +96,10 @@ def test_weight_size_is_the_configured_one_or_all_ranks(tmp_path):
         config_for(config, Mode.ISP, 3)
 
 
-def test_steps_of_a_run(tmp_path):
-    """Catches steps that are not profiled, profiled at another place, or change the training."""
+def test_configured_steps_of_a_run_are_profiled(tmp_path):
+    """Catches steps that are not profiled, others that are, and profiling that changes the
+    training.
+    """
     job = write_job(tmp_path)
     profiler = ["--profiler.enable_profiling", "--profiler.profile_freq=2"]
     run_forked(job, "--training.steps=4")
@@ -116,13 +120,13 @@ def test_steps_of_a_run(tmp_path):
 
 
 def _gathers(mode) -> int:
-    """Return the expected gathers: embedding, one block and head, two of which backward reuses."""
+    """Return the expected gathers: embedding, one block and head; backward reuses two of them."""
     assert any(c.label == "model.embed_tokens.weight" for c in mode.ranks[0].timeline.collectives)
     return 1 + 4 + 1
 
 
 def test_a_profile_that_cannot_be_written_does_not_end_the_run(tmp_path):
-    """Catches a full or missing disk under the profiles ending the training."""
+    """Catches a full or missing disk for the profiles that ends the training."""
     job = write_job(tmp_path)
     words = ["--training.steps=2", "--profiler.enable_profiling", "--profiler.profile_freq=2"]
     words += ["--profiler.save_traces_folder=config.yaml", "--profiler.with_torch=false"]

@@ -13,7 +13,7 @@ from tests.profile.example import example_profile
 
 
 def test_a_loss_that_is_not_finite_stays_readable(tmp_path):
-    """Catches NaN in the file, which no JSON reader but Python's takes."""
+    """Catches NaN in the file, which only Python's JSON reader accepts."""
     profile = example_profile()
     mode = dataclasses.replace(profile.modes[0], losses=(None,))
     profile = dataclasses.replace(profile, modes=(mode, profile.modes[1]))
@@ -33,7 +33,7 @@ def test_a_loss_that_is_not_finite_stays_readable(tmp_path):
     ],
 )
 def test_other_files_are_refused(change, message):
-    """Catches a file of another version or with unknown keys being read as if it were ours."""
+    """Catches a file of another version or with unknown keys that is read as a profile."""
     values = json.loads(example_profile().to_json()) | change
     with pytest.raises(ValueError, match=message):
         Profile.from_json(json.dumps(values))
@@ -46,7 +46,7 @@ def on_one_rank(mode: ModeProfile, *collectives: Collective) -> ModeProfile:
 
 
 def test_each_millisecond_has_one_cause():
-    """Catches an edge that counts as one that could be hidden, and a rank that is left out."""
+    """Catches a first or last transfer counted as avoidable, and a rank that is left out."""
     mtp, isp = example_profile().modes
     both = {Cause.LAST: 8.0, Cause.COULD_HIDE: 6.0, Cause.FIRST: 4.0}  # two ranks
     assert list(isp.exposed_by_cause) == list(both)
@@ -54,8 +54,8 @@ def test_each_millisecond_has_one_cause():
     assert mtp.exposed_by_cause == pytest.approx({Cause.AT_ONCE: 32.0})
 
 
-def test_other_ranks_are_told_apart():
-    """Catches time that is counted twice, or put down to a transfer that had not begun."""
+def test_waits_for_other_ranks_are_counted_separately():
+    """Catches time that is counted twice, or attributed to a transfer that had not started."""
     mtp = example_profile().modes[0]
     first, second = mtp.ranks[0].timeline.collectives
     late = dataclasses.replace(first, others_ms=6.0)
@@ -64,6 +64,6 @@ def test_other_ranks_are_told_apart():
     assert found == pytest.approx({Cause.AT_ONCE: 10.0, Cause.OTHER_RANKS: 6.0})
 
 
-def test_nothing_is_exposed():
-    """Catches causes of nothing, whose shares cannot be told."""
+def test_a_profile_without_exposed_time_has_no_causes():
+    """Catches causes of zero exposed time, whose shares are undefined."""
     assert on_one_rank(example_profile().modes[0]).exposed_by_cause == {}

@@ -33,7 +33,7 @@ def assert_nested(events) -> None:
             open_until.append(end)
 
 
-def test_file_is_json_with_lanes_of_every_rank(tmp_path):
+def test_a_trace_is_json_with_lanes_of_every_rank(tmp_path):
     """Catches a trace that does not parse, or a rank or channel without a lane."""
     timelines = [rank.timeline for rank in example_profile().modes[1].ranks]
     write_trace(tmp_path / "trace.json.gz", chrome_trace(timelines, title="isp"))
@@ -47,8 +47,8 @@ def test_file_is_json_with_lanes_of_every_rank(tmp_path):
     assert_nested(events)
 
 
-def test_slices_say_when_things_happened():
-    """Catches a wrong unit, and waits or transfers that are missing."""
+def test_slices_have_the_recorded_times():
+    """Catches a wrong unit, and missing waits or transfers."""
     (times,) = aligned(record(BEGINS, first_step(), MARKS))
     events = chrome_trace([timeline(times, 0, number=0, zero=0.0)])
     slices = {e["name"]: (e["ts"], e["dur"]) for e in events if e["ph"] == "X"}
@@ -73,8 +73,8 @@ def test_transfers_that_overlap_get_lanes_of_their_own():
     assert len(set(lanes)) == 3
 
 
-def test_torch_events_are_laid_beside_ours():
-    """Catches times off by the profiler's base, and processes of two ranks that become one."""
+def test_torch_profiler_events_are_aligned_with_ours():
+    """Catches times off by the profiler's base, and processes of two ranks that are merged."""
     seen = {
         "baseTimeNanoseconds": 2_000_000_000,
         "traceEvents": [

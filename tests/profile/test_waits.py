@@ -1,4 +1,4 @@
-"""Explanations of waits, and recommendations: only what the measurement supports."""
+"""Explanations of waits, and advice: only what the measurement supports."""
 
 from __future__ import annotations
 
@@ -28,7 +28,9 @@ MARKS = (
 
 
 def _wait(*transfers, weight=None, mode=Mode.ISP, others=()):
-    """Return the worst wait of a step of 100 ms with these transfers; `others` on a second rank."""
+    """Return the worst wait in a step of 100 ms with these transfers; `others` are on a second
+    rank.
+    """
     records = [record((0, 100), transfers, MARKS)]
     records += [record((0, 100), others, MARKS)] if others else []
     parallel = ParallelConfig(tensor=TensorConfig(mode=mode), weight=weight or WeightConfig())
@@ -46,7 +48,7 @@ def _gather(launch: float, end: float, *, wait: float = 52):
 
 
 def test_the_latest_launch_point_that_would_hide_a_gather_is_named():
-    """Catches an earlier point than needed, which costs memory, or one that would be too late."""
+    """Catches an earlier launch point than needed, which costs memory, and one that is too late."""
     late = _wait(_gather(31, 55))
     assert (late.reason, late.late_ms) == (Reason.LATE, pytest.approx(3))
     change = "parallel.weight.launch_allgather_before=attn"
@@ -54,8 +56,8 @@ def test_the_latest_launch_point_that_would_hide_a_gather_is_named():
     assert "launch_allgather_before=wqkv " in _wait(_gather(31, 75)).advice
 
 
-def test_nothing_is_recommended_that_would_not_have_hidden_it():
-    """Catches advice that was not tried on the timeline: 60 ms fit before no launch point."""
+def test_no_launch_point_is_recommended_that_would_not_suffice():
+    """Catches advice not tried on the timeline: 60 ms fit before no launch point."""
     wait = _wait(_gather(31, 91))
     assert (wait.reason, wait.late_ms) == (Reason.TOO_LONG, None)
     assert "launch_allgather_before" not in wait.advice
@@ -64,20 +66,20 @@ def test_nothing_is_recommended_that_would_not_have_hidden_it():
     assert "2.9x the tokens" in wait.advice
 
 
-def test_what_shares_the_wire_counts():
-    """Catches an advice that forgets the exchange which the earlier gather would meet."""
+def test_advice_considers_other_transfers_on_the_link():
+    """Catches advice that ignores the exchange with which the earlier gather would collide."""
     alone, exchange = _gather(31, 55), {"phase": Phase.FORWARD, "channel": "tensor"}
     busy = transfer("all_to_all", QKV, launch=19, end=29, wait=19, **exchange)
     assert "launch_allgather_before=attn" in _wait(alone).advice
-    # Behind it, from attn, the gather would be there at 29 + 31.
+    # After it, launched at attn, the gather would arrive at 29 + 31.
     assert "launch_allgather_before=wqkv" in _advice(_gather(31, 62), busy)
     longer = transfer("all_to_all", QKV, launch=19, end=35, wait=19, **exchange)
-    # Meeting it, from wqkv, at 2 + 37 + 16.
+    # Overlapping with it, launched at wqkv, at 2 + 37 + 16.
     assert "launch_allgather_before" not in _advice(_gather(31, 68), longer)
 
 
 def test_settings_that_launch_late_are_named_first():
-    """Catches a launch point recommended where the plan does not launch ahead at all."""
+    """Catches a recommended launch point where the plan does not prefetch at all."""
     at_use = WeightConfig(overlap=False)
     assert "parallel.weight.overlap=true" in _wait(_gather(52, 70), weight=at_use).advice
     module = WeightConfig(forward_overlap_per=OverlapUnit.MODULE)
@@ -86,8 +88,8 @@ def test_settings_that_launch_late_are_named_first():
     assert _wait(_gather(3, 60), weight=first).reason is Reason.TOO_LONG
 
 
-def test_a_gather_for_backward_that_is_too_long_could_be_spared():
-    """Catches advice for a gather that forward needs, or where weights stay already."""
+def test_a_long_gather_for_backward_suggests_weights_that_stay():
+    """Catches such advice for a gather that forward needs, or where weights stay already."""
     stay = "reshard_after_forward=false"
     times = {"launch": 70, "end": 95, "wait": 82}
     again = transfer("all_gather", WQKV, phase=Phase.BACKWARD, **times)
@@ -97,8 +99,8 @@ def test_a_gather_for_backward_that_is_too_long_could_be_spared():
     assert stay not in _wait(_gather(3, 91)).advice
 
 
-def test_other_ranks():
-    """Catches a rank that comes late being reported as a transfer that is slow."""
+def test_a_wait_for_a_late_rank_is_explained():
+    """Catches a rank that is late reported as a slow transfer."""
     late = transfer("all_gather", WQKV, phase=Phase.FORWARD, launch=60, end=64, wait=62)
     first = WeightConfig(launch_allgather_before=LaunchPoint.WQKV)
     wait = _wait(_gather(31, 64), others=(late,), weight=first)
@@ -107,16 +109,17 @@ def test_other_ranks():
     assert wait.advice == "4.0 ms for the last rank to join, usually rank 1"
 
 
-def test_an_earlier_launch_brings_the_other_ranks_earlier_too():
-    """Catches ranks being blamed for coming late to what all of them launch too late."""
+def test_an_earlier_launch_helps_all_ranks():
+    """Catches ranks reported as late for a gather that all of them launch too late."""
     late = transfer("all_gather", WQKV, phase=Phase.FORWARD, launch=60, end=64, wait=61)
     wait = _wait(_gather(31, 64), others=(late,))
-    assert "launch_allgather_before=wqkv" in wait.advice  # from attn, there at 60 - 11 + 4
+    # launched at attn, it would arrive at 60 - 11 + 4
+    assert "launch_allgather_before=wqkv" in wait.advice
     assert wait.late_ms == pytest.approx(12)
 
 
-def test_queue():
-    """Catches a gather behind a gradient being called too long."""
+def test_a_wait_for_an_earlier_transfer_is_explained():
+    """Catches a gather queued after a gradient reported as too long."""
     grad = transfer(
         "reduce_scatter", gradient("layers.1.w"), phase=Phase.BACKWARD, launch=81, end=89, wait=97
     )
@@ -129,8 +132,8 @@ def test_queue():
     assert "own_reduce_group" not in own.advice
 
 
-def test_what_is_needed_at_once_is_called_so():
-    """Catches a promise that something could hide the sum of a row linear in mtp."""
+def test_transfers_that_compute_needs_at_once_are_reported_so():
+    """Catches a claim that the sum of a row linear in mtp could be overlapped."""
     wait = _wait(
         transfer(
             "all_reduce",
@@ -157,15 +160,15 @@ def test_what_is_needed_at_once_is_called_so():
         (Purpose.HALO, "a convolution needs it at once: its size depends on the kernel"),
     ],
 )
-def test_exchanges_of_a_sequence_name_what_changes_them(purpose, said):
-    """Catches a scan or a convolution being advised as attention, or not at all."""
+def test_advice_for_sequence_exchanges_names_the_right_keys(purpose, said):
+    """Catches a scan or a convolution with the advice for attention, or with none."""
     times = {"phase": Phase.FORWARD, "channel": "tensor", "launch": 35, "end": 45, "wait": 35}
     wait = _wait(transfer("all_to_all", Tag(purpose), **times))
     assert wait.reason is Reason.CHAIN
     assert wait.advice.startswith(said)
 
 
-def test_edges_are_by_design():
+def test_first_and_last_transfers_of_a_step_get_no_advice():
     """Catches the ends of a step reported as something to improve."""
     first = transfer(
         "all_gather", weight("embedding"), phase=Phase.OPTIMIZER, launch=-9, end=6, wait=1.5

@@ -1,4 +1,4 @@
-"""Host memory of block inputs: told beforehand, planned and in the log as it is."""
+"""Host memory of block inputs: checked before a run, planned, and logged."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.train.jobs import run_folders, run_forked, write_job
 
 OFFLOADED = ("--model.num_layers=6", "--model.checkpoint=1", "--model.checkpoint_offload=true")
 TABLES = ("--model.vocab_size=262144", "--model.hidden_size=256")
-"""0.25 GiB each, in float32, beside which the rest is small."""
+"""Keys that give tables of 0.25 GiB each in float32, much larger than the other weights."""
 CASES = {
     "isp": (2, OFFLOADED),
     "half, in segments": (
@@ -54,9 +54,8 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_what_is_checked_is_what_is_planned(name: str, tmp_path: Path) -> None:
-    """Catches one of the two that forgets chunks, micro-batches under way, or the tensor
-    group."""
+def test_the_checked_host_memory_equals_the_planned_one(name: str, tmp_path: Path) -> None:
+    """Catches chunks, micro-batches in flight, or the tensor group missing in one of the two."""
     world, overrides = CASES[name]
     config = load_config(write_job(tmp_path), overrides)
     case = PlanCase.of(config, world, on_cpu=True)
@@ -65,8 +64,8 @@ def test_what_is_checked_is_what_is_planned(name: str, tmp_path: Path) -> None:
         assert input_bytes_on_host(config, case.topology, stage) == memory(case, rank).host > 0
 
 
-def test_a_run_tells_what_it_takes(tmp_path: Path) -> None:
-    """Catches a size that is not told, or not that of the buffers."""
+def test_a_run_logs_the_size_of_its_host_buffers(tmp_path: Path) -> None:
+    """Catches a size that is not logged, or is not that of the buffers."""
     job = write_job(tmp_path)
     run_forked(job, *OFFLOADED, "--training.steps=2")
     (run,) = run_folders(job)
@@ -79,7 +78,7 @@ def test_a_run_tells_what_it_takes(tmp_path: Path) -> None:
     assert float(found[1]) == pytest.approx(expected / 2**20, abs=0.1)
 
 
-def test_too_little_memory_is_told_beforehand(tmp_path: Path) -> None:
+def test_too_little_host_memory_is_refused_before_the_run(tmp_path: Path) -> None:
     """Catches a machine that starts to swap, or a rank that is killed, hours later."""
     config = load_config(write_job(tmp_path), (*OFFLOADED, "--data.seq_len=4194304"))
     topology = config.topology(2)
@@ -93,10 +92,10 @@ def test_too_little_memory_is_told_beforehand(tmp_path: Path) -> None:
     check_host_memory(load_config(write_job(tmp_path)), topology, 2)
 
 
-def test_memory_that_is_not_free_yet_is_no_reason_to_refuse(
+def test_memory_that_is_not_free_yet_only_gives_a_warning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Catches a machine whose memory grows on demand, and which shows little at first."""
+    """Catches a refusal on a machine that frees memory on demand and first shows little of it."""
     config = load_config(write_job(tmp_path), (*OFFLOADED, "--data.seq_len=4194304"))
     free = 2 * 2**30
     monkeypatch.setattr(host_memory, "attainable_bytes", lambda: 2 * 2**30)
@@ -110,8 +109,10 @@ def test_memory_that_is_not_free_yet_is_no_reason_to_refuse(
     assert "if the machine runs out of memory, use a larger model.checkpoint_segment" in line
 
 
-def test_a_model_that_cannot_fit_is_refused_from_its_count(tmp_path: Path) -> None:
-    """Catches gigabytes asked for until a machine swaps, or kills a rank; and what would fit."""
+def test_a_model_that_cannot_fit_is_refused_by_its_parameter_count(tmp_path: Path) -> None:
+    """Catches an allocation of gigabytes until a machine swaps or kills a rank, and an error that
+    does not say what would fit.
+    """
     large = (*TABLES, "--training.dtype=float32", "--training.device=cpu")
     parameters = 2 * 262144 * 256  # the two tables
     for words in ((), ("--parallel.tensor.size=1", "--parallel.weight.size=1")):
@@ -128,10 +129,10 @@ def test_a_model_that_cannot_fit_is_refused_from_its_count(tmp_path: Path) -> No
                     check_host_memory(config, topology, 2)
 
 
-def test_a_model_that_no_device_holds_is_refused(
+def test_a_model_that_exceeds_device_memory_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Catches the memory of the machine counted for what lies on a device, and states on both."""
+    """Catches host memory counted for device tensors, and states counted on both."""
     device = SimpleNamespace(total_memory=int(1.01 * 2**30))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
@@ -148,8 +149,8 @@ def test_a_model_that_no_device_holds_is_refused(
     check_host_memory(offloaded, offloaded.topology(2), 2)
 
 
-def test_copies_of_states_on_the_device_count_beside_inputs(tmp_path: Path) -> None:
-    """Catches saves in the background that are forgotten where states are not on the host."""
+def test_background_copies_of_states_count_with_offloaded_inputs(tmp_path: Path) -> None:
+    """Catches background saves forgotten where states are not on the host."""
     large = (*TABLES, "--checkpoint.interval=5")
     config = load_config(write_job(tmp_path), (*OFFLOADED, *large))
     topology = config.topology(2)
@@ -163,8 +164,8 @@ def test_copies_of_states_on_the_device_count_beside_inputs(tmp_path: Path) -> N
         )
 
 
-def test_states_are_those_of_the_stages_here(tmp_path: Path) -> None:
-    """Catches a machine with the table's stage alone that is checked for the mean of all stages."""
+def test_host_memory_counts_the_states_of_the_stages_on_a_machine(tmp_path: Path) -> None:
+    """Catches a machine with only the table's stage that is checked for the mean of all stages."""
     words = ("model.num_layers=3", "parallel.pipeline.size=3")
     words += ("parallel.tensor.size=1", "parallel.weight.size=1", "data.micro_num=3")
     words += ("optimizer.offload_states=true", "checkpoint.interval=0")
@@ -177,8 +178,10 @@ def test_states_are_those_of_the_stages_here(tmp_path: Path) -> None:
                 check_host_memory(config, topology, 1, first)
 
 
-def test_memory_that_is_available(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches a container's limit overlooked, and a system that tells nothing."""
+def test_available_memory_respects_container_limits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Catches an ignored limit of a container, and a failure on a system that reports nothing."""
     meminfo, cgroup = tmp_path / "meminfo", tmp_path / "cgroup"
     monkeypatch.setattr(of_the_system, "_MEMINFO", meminfo)
     monkeypatch.setattr(of_the_system, "_CGROUP", cgroup)

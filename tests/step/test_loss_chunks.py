@@ -1,4 +1,4 @@
-"""What moves where the losses of a step are computed in chunks of tokens."""
+"""Transfers of weights where losses are computed in chunks of tokens."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ MODEL = ModelConfig(
     init_std=0.3,
 )
 CHUNK = 5
-"""Tokens, of rows of 32: the last chunk has fewer."""
+"""Tokens of a chunk; rows have 32, so the last chunk has fewer."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Unequal(Task):
-    """The rows of every second micro-batch are a quarter as long."""
+    """A task in which rows of every second micro-batch are a quarter as long."""
 
     def batch(self, step: int, place: int) -> MicroBatch:
         batch = super().batch(step, place)
@@ -39,7 +39,7 @@ class _Unequal(Task):
 
 
 def _moved(rank: int, layout: Layout, task: Task) -> tuple[list[Any], Counter[str], int]:
-    """Numbers of steps, what a step moves of weights, and the chunks of the last loss."""
+    """Return losses and norms, the weight transfers of a step, and the chunks of the last loss."""
     mesh = Meshes(rank).of(layout)
     run = make_run(mesh, layout, task)
     numbers = run.numbers(range(1))
@@ -55,10 +55,10 @@ def _moved(rank: int, layout: Layout, task: Task) -> tuple[list[Any], Counter[st
     )
 
 
-def test_ranks_with_different_numbers_of_chunks_move_the_same() -> None:
+def test_ranks_with_different_numbers_of_chunks_transfer_the_same() -> None:
     """Catches a gather or a reduction for each chunk, which deadlocks where rows differ.
 
-    Two data ranks share the weights; one has 32 tokens, in seven chunks, the other 8, in two.
+    Two data ranks share the weights; one has 32 tokens in seven chunks, the other 8 in two.
     """
     task = _Unequal(model=replace(MODEL, num_layers=1, loss_chunk_tokens=CHUNK), packed=False)
     layout = Layout(weight=2, data=2)

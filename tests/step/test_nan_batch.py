@@ -1,4 +1,4 @@
-"""A batch whose loss or gradients are not finite: left out, counted, told, and gone."""
+"""Batches whose loss or gradients are not finite: skipped, counted, logged, and without effect."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ def _of_loss(losses: Tensor) -> Tensor:
 
 
 def _of_gradient(losses: Tensor) -> Tensor:
-    """The loss as it is; its gradient overflows."""
+    """Return the loss unchanged, with a gradient that overflows."""
     losses.register_hook(lambda gradient: gradient * math.inf)
     return losses
 
 
 def _steps(rank: int, layout: Layout) -> None:
-    """A bad step among good ones, bad in either way."""
+    """Check a bad step among good ones, with a bad loss and with bad gradients."""
     mesh = Meshes(rank).of(layout)
     whole = make_run(mesh, layout, Task(model=MODEL))
     expected = whole.numbers((0, 1, 3, 4, 5))
@@ -60,7 +60,7 @@ def _bad_step(
     expected: Numbers,
     wanted: Weights,
 ) -> tuple[float, float]:
-    """Its loss and norm."""
+    """Take a bad step that must change nothing; return its loss and norm."""
     as_it_is = StageModule.loss
     run = make_run(mesh, layout, Task(model=MODEL))
     found, before = run.numbers(range(2)), run.weights()
@@ -78,7 +78,7 @@ def _bad_step(
 
 
 def _empty_step(rank: int, layout: Layout) -> None:
-    """A step of which no rank has a label, among good ones."""
+    """Check a step without a label on any rank, among good ones."""
     mesh, task = Meshes(rank).of(layout), Task(model=MODEL)
     run = make_run(mesh, layout, task)
     run.numbers(range(5, 7))
@@ -95,19 +95,20 @@ def _empty_step(rank: int, layout: Layout) -> None:
     run.close()
 
 
-def test_a_batch_without_a_label_leaves_no_trace() -> None:
-    """Catches weights that momentum and weight decay move where nothing is to be learnt."""
+def test_a_batch_without_labels_changes_nothing() -> None:
+    """Catches weights moved by momentum or weight decay in a step without labels."""
     run_ranks(LAYOUT.world, _empty_step, LAYOUT)
 
 
-def test_a_bad_batch_leaves_no_trace() -> None:
+def test_a_bad_batch_changes_nothing() -> None:
     """Catches a rank that updates alone, and NaN that stays in a buffer or a moment."""
     run_ranks(LAYOUT.world, _steps, LAYOUT)
 
 
-def test_a_run_goes_on_after_a_bad_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches a skipped step that is not shown, not counted, or taken for the end; NaN in the loss
-    of step 3, and no label in step 5.
+def test_a_run_continues_after_a_bad_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a skipped step that is not logged, not counted, or ends the run.
+
+    Step 3 has a NaN loss, and step 5 no label.
     """
     loss, calls, training = StageModule.loss, [], StepData.training
 

@@ -1,4 +1,4 @@
-"""Runs of `training.objective` beside the formulas on plain models, in float64."""
+"""Runs of `training.objective` against the formulas on plain models, in float64."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def job(tmp_path: Path) -> Path:
 
 
 def _documents(sample: Sample) -> list[tuple[Tensor, Tensor]]:
-    """The tokens and labels of each document that has any."""
+    """Return the tokens and labels of each document that has labels."""
     tokens, labels, positions = map(torch.from_numpy, sample[:3])
     lengths = (positions == 0).nonzero().flatten().diff(append=torch.tensor([len(tokens)])).tolist()
     cut = zip(tokens.split(lengths), labels.split(lengths), strict=True)
@@ -91,13 +91,13 @@ def _log_probs(model: nn.Module, document: tuple[Tensor, Tensor], each: bool) ->
 
 
 Objective = Callable[[nn.Module, nn.Module, list[tuple[Tensor, Tensor]], JobConfig], list[Tensor]]
-"""The losses of the trained model, beside the other one, of the documents of a sequence."""
+"""The losses of (trained model, second model, documents of a sequence)."""
 
 
 def _preferences(
     policy: nn.Module, other: nn.Module, documents: list[tuple[Tensor, Tensor]], config: JobConfig
 ) -> list[Tensor]:
-    """Of pairs."""
+    """Return the preference losses of pairs."""
     dpo, losses = config.training.dpo, []
     each = dpo.loss_type != "sigmoid"
     for chosen, rejected in zip(documents[::2], documents[1::2], strict=True):
@@ -119,7 +119,7 @@ def _preferences(
 def _divergences(
     student: nn.Module, other: nn.Module, documents: list[tuple[Tensor, Tensor]], config: JobConfig
 ) -> list[Tensor]:
-    """Of tokens that have a label."""
+    """Return the divergences of tokens that have a label."""
     distill, losses = config.training.distill, list[Tensor]()
     for tokens, labels in documents:
         with torch.no_grad():
@@ -136,14 +136,14 @@ def _divergences(
 def _rewards(
     model: nn.Module, _: nn.Module, documents: list[tuple[Tensor, Tensor]], __: JobConfig
 ) -> list[Tensor]:
-    """Of pairs."""
+    """Return the reward losses of pairs."""
     of_each = [model(tokens[None]).logits[0, 0] for tokens, _ in documents]
     pairs = zip(of_each[::2], of_each[1::2], strict=True)
     return [-F.logsigmoid(chosen - rejected) for chosen, rejected in pairs]
 
 
 def _plainly(config: JobConfig, objective: Objective) -> list[tuple[float, float]]:
-    """The losses and gradient norms of one process."""
+    """Return losses and gradient norms of training in one process."""
     second = config.training.distill.teacher or config.model.hf
     kind = AutoModelForCausalLM
     if config.training.objective == "reward":
@@ -177,7 +177,7 @@ def _check(
     keys: tuple[str, ...],
     objective: Objective,
 ) -> None:
-    """A run has the losses and gradient norms of the formula."""
+    """Check that a run has the losses and gradient norms of the formula."""
     run_forked(job, *layout, *keys, num_ranks=num_ranks)
     (run,) = run_folders(job)
     plain = _plainly(load_config(job, keys), objective)
@@ -190,7 +190,9 @@ def _check(
 def test_pairs_train_as_in_one_process(
     job: Path, num_ranks: int, layout: tuple[str, ...], loss: tuple[str, float]
 ) -> None:
-    """Catches a pair that is cut, a scalar that counts twice, a reference that moves."""
+    """Catches a pair that is split, a scalar counted twice, and a reference model that is
+    updated.
+    """
     keys = (f"--training.dpo.loss_type={loss[0]}", f"--training.dpo.label_smoothing={loss[1]}")
     _check(job, num_ranks, layout, keys, _preferences)
 
@@ -205,8 +207,9 @@ def test_a_reward_model_trains_as_in_one_process(job: Path) -> None:
 
 
 def test_a_student_trains_as_in_one_process(job: Path) -> None:
-    """Catches a teacher's tokens beside their places, a softmax over a rank's logits alone, and
-    an optimizer of torch that is made for the teacher, which has no weights to train."""
+    """Catches a teacher's logits at other tokens, a softmax over a rank's logits only, and a torch
+    optimizer built for the teacher, which has no trainable weights.
+    """
     teacher = write_folder(job.parent / "teacher", "qwen3", num_hidden_layers=3)
     (job.parent / "text.txt").write_text("".join(f"word {i} of many\n" for i in range(200)))
     keys = (
@@ -219,8 +222,8 @@ def test_a_student_trains_as_in_one_process(job: Path) -> None:
     _check(job, 2, (*MTP, "--optimizer.name=torch.optim:AdamW"), keys, _divergences)
 
 
-def test_pairs_of_conversations(tmp_path: Path) -> None:
-    """Catches a prompt that is trained, given by itself or as what both answers begin with."""
+def test_pairs_of_conversations_train_only_their_answers(tmp_path: Path) -> None:
+    """Catches a trained prompt, given in its own key or as the common start of both answers."""
     chat_folder(tmp_path / "model", "{{ tools or '' }}" + CHATML)
     ask = [{"role": "user", "content": "why"}]
     answers = [[{"role": "assistant", "content": text}] for text in ("so", "no idea")]
@@ -248,7 +251,7 @@ def test_pairs_of_conversations(tmp_path: Path) -> None:
 
 
 def test_bad_pairs_are_refused_before_ranks_start(job: Path) -> None:
-    """Catches a run that would train on something else than it is asked to."""
+    """Catches a run that would train on something other than requested."""
     with pytest.raises(ValueError, match="holds pairs of preferences: use dpo or reward"):
         check_data(load_config(job, ["--training.objective=sft"]))
     with pytest.raises(ConfigError, match=r"label_smoothing=0\.1 is not defined for"):

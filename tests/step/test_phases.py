@@ -1,4 +1,4 @@
-"""Where the time of a run goes: the clock, and the records it fills."""
+"""The time of a run by phase: the clock, and the records that it fills."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ CPU = torch.device("cpu")
 
 
 def test_every_moment_belongs_to_one_phase() -> None:
-    """Catches time that is counted twice or not at all, and a phase that outlives its end."""
+    """Catches time that is counted twice or not at all, and a phase that does not end."""
     before = time.perf_counter()
     clock = PhaseClock(CPU)
     begin = time.perf_counter()
@@ -54,7 +54,7 @@ def test_every_moment_belongs_to_one_phase() -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_a_step_is_measured_on_the_device() -> None:
-    """Catches the time of launching kernels given as that of running them."""
+    """Catches the time to launch kernels reported as that of running them."""
     device = torch.device("cuda")
     x = torch.randn(4096, 4096, device=device)
     torch.cuda.synchronize()
@@ -72,8 +72,8 @@ def test_a_step_is_measured_on_the_device() -> None:
     assert times[Phase.OPTIMIZER] < times[Phase.FORWARD_BACKWARD]
 
 
-def test_a_phase_that_the_device_is_still_at_is_left() -> None:
-    """Catches a host that waits for the end of the update to know how long it took."""
+def test_a_phase_still_running_on_the_device_is_not_waited_for() -> None:
+    """Catches a host that waits for the end of the update to measure it."""
     with Device() as device:
         clock = PhaseClock(CPU)
         clock.enter(Phase.OPTIMIZER)
@@ -86,8 +86,8 @@ def test_a_phase_that_the_device_is_still_at_is_left() -> None:
         assert clock.take()[Phase.OPTIMIZER] == 0
 
 
-def test_a_transfer_that_is_waited_for_lasts_until_the_wait_returns() -> None:
-    """Catches more time waited than under way: a busy machine wakes the waiting rank late."""
+def test_a_transfer_lasts_until_the_wait_for_it_returns() -> None:
+    """Catches more time waited than in flight: a busy machine resumes the waiting rank late."""
     log = CommLog()
     late, early = (log.start("all_gather", "weight", Tag(tensor=label), 8) for label in "ab")
     late.launched, late.wait_began, late.ended, late.exposed = 1.0, 2.0, 3.0, 2.5
@@ -104,7 +104,7 @@ LAYOUT = Layout(mode=Mode.ISP, tensor=2, weight=2, data=2, micro=2)
 
 
 def _left_over(rank: int) -> list[tuple[list[str], int]]:
-    """What each step leaves in the log, and how much of it the next step waits for."""
+    """Return the transfers each step leaves in the log, and how many the next step waits for."""
     run = make_run(Meshes(rank).of(LAYOUT), LAYOUT, Task(model=MODEL))
     log = run.step.mesh.log
     log.collect()
@@ -121,8 +121,8 @@ def _left_over(rank: int) -> list[tuple[list[str], int]]:
     return found
 
 
-def test_a_step_leaves_what_the_next_one_waits_for() -> None:
-    """Catches transfers nobody waits for, which would pile up, and waits that are lost."""
+def test_a_step_only_leaves_transfers_that_the_next_one_waits_for() -> None:
+    """Catches transfers without a wait, which would accumulate, and lost waits."""
     for steps in run_ranks(LAYOUT.world, _left_over):
         labels, _ = steps[0]
         assert labels[0] == "model.embed_tokens.weight", "gathered for the next forward"
@@ -130,7 +130,7 @@ def test_a_step_leaves_what_the_next_one_waits_for() -> None:
 
 
 def _train_watched(rank: int, job: str, words: list[str]) -> list[str]:
-    """What is to be seen in the terminal of a run."""
+    """Train, and return the visible rows of the terminal."""
     terminal = Terminal()
     sys.stdout = sys.stderr = terminal
     main(load_config(job, words))
@@ -140,10 +140,10 @@ def _train_watched(rank: int, job: str, words: list[str]) -> list[str]:
 ALONE = ["--parallel.tensor.size", "1", "--parallel.weight.size", "1", "--data.seq_len", "32"]
 
 
-def test_records_say_where_the_time_went(tmp_path: Path) -> None:
-    """Catches parts that are more than the whole, and evaluations or saves among them."""
+def test_records_have_the_time_of_each_phase(tmp_path: Path) -> None:
+    """Catches phases that add up to more than the step, or include evaluations or saves."""
     job = write_job(tmp_path)
-    words = ["--checkpoint.async_mode", "disabled"]  # lines of threads come at any time
+    words = ["--checkpoint.async_mode", "disabled"]  # background threads would log at any time
     words += ["--checkpoint.interval", "3", "--validation.freq", "4", "--validation.steps", "2"]
     words += ["--metrics.enable_tensorboard", "--data.valid_source", str(tmp_path / "text.txt")]
     (rows,) = run_ranks(1, _train_watched, str(job), [*ALONE, *words])

@@ -1,4 +1,4 @@
-"""Gathers of weights that the optimizer is still publishing."""
+"""Gathers of weights that the optimizer is still sending."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ CONFIG = JobConfig(
 
 
 def _transfers(rank: int) -> list[int]:
-    """The transfers of weights and gradients in each of three steps."""
+    """Return the transfers of weights and gradients in each of three steps."""
     mesh = Mesh(CONFIG.topology(4), rank)
     assert mesh[Axis.ZERO1].size == 2
     setattr(train_step, "Zero1Optimizer", partial(Zero1Optimizer, bucket_bytes=256))  # noqa: B010
@@ -55,6 +55,6 @@ def _transfers(rank: int) -> list[int]:
 
 
 def test_a_step_gathers_weights_once() -> None:
-    """Catches a gather ahead of weights that are not published yet: it has to be repeated."""
+    """Catches a gather before weights are published, which would have to be repeated."""
     for first, *others in run_ranks(4, _transfers):
         assert others == [first, first]

@@ -1,4 +1,4 @@
-"""Rows that differ within a tensor group, which no loss shows."""
+"""Rows that differ within a tensor group, which no loss reveals."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ SAID = "input_ids, labels, position_ids, attention_mask and pick on all ranks of
 
 
 def _sampled(run: ParallelRun, rank: int) -> Any:
-    return run.loss(IDS[rank : rank + 1])  # as by DistributedSampler(data), without data ranks
+    return run.loss(IDS[rank : rank + 1])  # as with DistributedSampler(data) without the data ranks
 
 
 def _evaluated(run: ParallelRun, rank: int) -> Any:
@@ -77,7 +77,7 @@ def _sum(scores: TokenScores, _: Mapping[str, Any]) -> Tensor:
 
 
 def _micro_batches(run: ParallelRun, rank: int) -> Any:
-    """Of which the second differs."""
+    """Run micro-batches of which the second differs between ranks."""
     batches = [{"input_ids": IDS}, {"input_ids": IDS.roll(rank)}]
     return run.forward_backward(batches, _sum)
 
@@ -88,22 +88,24 @@ DIFFERENT = [
 ]
 
 
-def _told(rank: int, _: None) -> Any:
-    """What is said of each, on all ranks; it changes nothing, at the first step and later."""
+def _errors(rank: int, _: None) -> Any:
+    """Return the errors of all calls in DIFFERENT, raised in the first step and later, and the
+    results.
+    """
     run, said = isp.parallelize(tiny("llama"), job(2, 2)), {}
 
     def go_wrong(run: ParallelRun, _: Rows) -> None:
         said.update({f"{call.__name__}": raised(call, run, rank) for call in DIFFERENT})
 
     found = trained(run, DATA, go_wrong)
-    assert run.loss(IDS[rank // 2].unsqueeze(0)).isfinite()  # data ranks may have what they want
+    assert run.loss(IDS[rank // 2].unsqueeze(0)).isfinite()  # data ranks may have different rows
     return said, found
 
 
-def test_ranks_of_a_tensor_group_with_other_rows_are_named_on_all_ranks() -> None:
+def test_different_rows_in_a_tensor_group_are_an_error_on_all_ranks() -> None:
     """Catches a loss of parts of several sequences, in each call that takes rows."""
     expected = trained_plainly(tiny("llama"), DATA)
-    for rank, (said, found) in enumerate(run_ranks(4, _told, None)):
+    for rank, (said, found) in enumerate(run_ranks(4, _errors, None)):
         assert_trained_as(expected, [found])
         assert said.keys() == {call.__name__ for call in DIFFERENT}
         for name, text in said.items():
@@ -113,13 +115,13 @@ def test_ranks_of_a_tensor_group_with_other_rows_are_named_on_all_ranks() -> Non
 
 
 def _staged(rank: int, config: JobConfig) -> str:
-    """As from a loader on the first stage alone."""
+    """Return the error for rows that differ, as from a loader on the first stage only."""
     run = isp.parallelize(tiny("llama"), config)
     return raised(run.forward_backward, [{"input_ids": IDS.roll(rank)}] * 2, _sum)
 
 
 def _read_late(rank: int, config: JobConfig) -> str:
-    """As on CUDA, where the host has not read what was compared before the step."""
+    """Return the error for rows that the host has not compared before the step, as on CUDA."""
     run = isp.parallelize(tiny("llama"), config)
     with HostSyncs() as guard:
         guard.of_host(IDS)
@@ -139,8 +141,8 @@ def _read_late(rank: int, config: JobConfig) -> str:
     return said
 
 
-def test_stages_and_late_reads_are_told_apart() -> None:
-    """Catches stages of other rows, and an update by gradients of rows that differed."""
+def test_different_rows_of_stages_and_late_reads_are_found() -> None:
+    """Catches stages with other rows, and an update by gradients of rows that differed."""
     stages = replace(job().parallel, pipeline=PipelineConfig(size=2))
     staged = replace(job(), parallel=stages, data=replace(job().data, micro_num=2))
     for call, config in ((_staged, staged), (_read_late, job(2, 2))):

@@ -1,4 +1,4 @@
-"""A step that an exception ended, backward passes between steps, and the steps after them."""
+"""Steps that an exception ended, backward passes between steps, and the steps after them."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ SPLIT = {
 
 
 class Fault(Exception):
-    """What ends a step here."""
+    """An error that ends a step in these tests."""
 
 
 class _Fails(torch.autograd.Function):
-    """Passes a tensor on, and raises in backward."""
+    """Identity whose backward raises."""
 
     @staticmethod
     def forward(ctx: object, x: Tensor) -> Tensor:
@@ -81,13 +81,13 @@ def _steps(rank: int, layout: Layout) -> None:
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_a_step_may_be_taken_again(name: str) -> None:
-    """Catches gradients, promises or gathered weights left behind by a step that raised."""
+def test_a_failed_step_can_be_repeated(name: str) -> None:
+    """Catches gradients, promises or gathered weights that remain after a step has raised."""
     run_ranks(LAYOUTS[name].world, _steps, LAYOUTS[name])
 
 
 def _loss(run: Run, *, fails: bool = False) -> tuple[Tensor, Tensor]:
-    """Of a forward that is none of a step's: a loss, and the output of the first block."""
+    """Return a loss of a forward outside of a step, and the output of the first block."""
     step, chunk = run.step, run.step.chunks[0]
     batch = run.task.batch(99, step.mesh[Axis.DATA].rank)
     if run.layout.mode is Mode.ISP:
@@ -109,8 +109,8 @@ def _loss(run: Run, *, fails: bool = False) -> tuple[Tensor, Tensor]:
 
 
 def _go_backward(run: Run, *, refused: bool) -> None:
-    """Backward passes for some gradients, for all, and one that fails midway."""
-    run.weights()  # published
+    """Run backward for some gradients, for all, and once with a failure midway."""
+    run.weights()  # waits until all weights are published
     weight = next(i.parameter for i in run.parameters if i.name.endswith("mlp.down_proj.weight"))
     loss, h = _loss(run)
     torch.autograd.grad(loss, h)
@@ -142,7 +142,7 @@ def _disturbed(rank: int, layout: Layout) -> None:
 
 
 @pytest.mark.parametrize("name", LAYOUTS | SPLIT)
-def test_backward_between_steps(name: str) -> None:
-    """Catches gradients of somebody else's backward, or its promises, in the steps after it."""
+def test_a_users_backward_between_steps_changes_nothing(name: str) -> None:
+    """Catches gradients or promises of a user's backward that enter the following steps."""
     layout = (LAYOUTS | SPLIT)[name]
     run_ranks(layout.world, _disturbed, layout)

@@ -1,4 +1,6 @@
-"""The host's work for a layer, in counts: it grows unseen, as no test on CPU waits for it."""
+"""The host's work for a layer, as counts: it grows unnoticed, since CPU tests do not wait
+for it.
+"""
 
 from __future__ import annotations
 
@@ -31,10 +33,12 @@ OTHERS = (
 
 
 @pytest.mark.parametrize(("name", "collectives", "ops", "own_calls"), COUNTS)
-def test_a_layer_costs_the_host_no_more_than_this(
+def test_a_layer_stays_within_its_host_operations(
     name: str, collectives: int, ops: int, own_calls: int
 ) -> None:
-    """Catches a further transfer, torch ops beside those of plain torch, and calls that add up."""
+    """Catches an additional transfer, torch operations that plain torch does not need, and Python
+    calls.
+    """
     row = ROWS[name]
     with as_on_device():
         found, plain = (
@@ -49,7 +53,7 @@ def test_a_layer_costs_the_host_no_more_than_this(
 
 @pytest.mark.parametrize("name", [*(name for name, *_ in COUNTS), *OTHERS])
 def test_a_step_leaves_no_tensor_to_garbage_collection(name: str) -> None:
-    """Catches cycles that keep activations or buffers until Python looks for garbage."""
+    """Catches cycles that keep activations or buffers until Python collects garbage."""
     with as_on_device():
         step = ROWS[name].build(2)
         step.backward(step.forward())

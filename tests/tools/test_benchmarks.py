@@ -1,4 +1,4 @@
-"""The benchmarks run at small size, and their namespaces do not outlive them."""
+"""The benchmarks at small size, and the removal of their network namespaces."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from bench_balance import PLANS  # noqa: E402
 
 
 def _cells(line: str) -> list[str]:
-    """Of a table's row; another line is one cell."""
+    """Return the cells of a table's row; any other line is one cell."""
     return [cell.strip() for cell in line[1:-1].split("|")] if line[:1] == "|" else [line]
 
 
@@ -37,7 +37,7 @@ def _cells(line: str) -> list[str]:
 def run(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> Callable[..., list[list[str]]]:
-    """Runs a benchmark; gives the cells of the lines that it prints."""
+    """Return a function that runs a benchmark and returns the cells of the lines it prints."""
 
     def run(name: str, *words: str) -> list[list[str]]:
         monkeypatch.setattr(sys, "argv", [f"{name}.py", *words])
@@ -47,14 +47,16 @@ def run(
     return run
 
 
-def test_balance_has_every_plan(run: Callable[..., list[list[str]]]) -> None:
-    """Catches a plan that no longer runs, or a row lost."""
+def test_the_balance_benchmark_has_every_plan(run: Callable[..., list[list[str]]]) -> None:
+    """Catches a plan that no longer runs, and a missing row."""
     lines = run("bench_balance", "--rows", "2", "--ranks", "2", "--tokens", "500")
     assert [line[1] for line in lines if line[0] == "2"] == list(PLANS)
 
 
-def test_context_has_every_way(run: Callable[..., list[list[str]]]) -> None:
-    """Catches a way that no longer runs or gives something else, and more bytes than needed."""
+def test_the_context_benchmark_has_every_exchange(run: Callable[..., list[list[str]]]) -> None:
+    """Catches an exchange that no longer runs, computes something else, or sends more than
+    needed.
+    """
     rows = [line for line in run("bench_context", "--quick", "--ranks", "4") if len(line) > 1]
     names = ["Ulysses alone", "2 x 2", "1 x 4", "1 x 4, ring", "p2p ring"]
     found = [row[0] for row in rows if row[0] and row[0][0] != "-"]
@@ -64,15 +66,15 @@ def test_context_has_every_way(run: Callable[..., list[list[str]]]) -> None:
     assert of_least["p2p ring"] > 2
 
 
-def test_scans_have_every_mixer(run: Callable[..., list[list[str]]]) -> None:
-    """Catches a way that no longer runs or gives something else, and bytes that are not planned."""
+def test_the_scan_benchmark_has_every_mixer(run: Callable[..., list[list[str]]]) -> None:
+    """Catches a mixer that no longer runs, computes something else, or sends unplanned bytes."""
     rows = [line for line in run("bench_mixers", "--quick", "--ranks", "2") if len(line) > 1][2:]
     assert [row[0] for row in rows] == ["gated delta rule", "KDA", "Mamba2", "selective scan"]
     assert all(float(row[3]) > 0 for row in rows)
 
 
-def test_overlap_has_every_row(run: Callable[..., list[list[str]]]) -> None:
-    """Catches a contestant that no longer runs or computes something else, or a row lost."""
+def test_the_overlap_benchmark_has_every_row(run: Callable[..., list[list[str]]]) -> None:
+    """Catches a contestant that no longer runs or computes something else, and a missing row."""
     lines = run("bench_overlap", "--quick", "--ranks", "2", "--trace", "layer, wo")
     names = [line[0] for line in lines if len(line) > 1]
     expected = ["compute alone", "one rank a group, overlap on", "ours, no overlap"]
@@ -83,14 +85,16 @@ def test_overlap_has_every_row(run: Callable[..., list[list[str]]]) -> None:
     assert any("reduce_scatter model.embed_tokens.weight.grad" in line[0] for line in lines)
 
 
-def test_all_receive_the_same_over_a_modelled_link(tmp_path: Path, run: Any) -> None:
-    """Catches a contestant that no longer runs, and bytes that are not of its gathers and sums."""
+def test_all_contestants_receive_the_same_bytes_on_a_modeled_link(tmp_path: Path, run: Any) -> None:
+    """Catches a contestant that no longer runs, and bytes other than those of its gathers and
+    sums.
+    """
     numbers = tmp_path / "n.json"
     words = ["--device", "cpu", "--quick", "--layers", "2", "--rounds", "1"]
     run("bench_link", *words, "--gb-per-second", "100", "--json", str(numbers))
     rows = json.loads(numbers.read_text())
     received = {row["who"]: row["received_bytes"] for row in rows}
-    assert len(rows) == 2 * len(received)  # over a link of infinite speed first
+    assert len(rows) == 2 * len(received)  # each also with an infinitely fast link
     assert [row["gb_per_second"] for row in rows] == [None] * len(received) + [100] * len(received)
     assert {row["who"] for row in rows if "exposed" in row} == {*received} - {"compute alone"}
     hidden, vocab = 128, 8 * 128
@@ -103,8 +107,10 @@ def test_all_receive_the_same_over_a_modelled_link(tmp_path: Path, run: Any) -> 
     assert all(0.99 < count / received["ours"] < 1.25 for count in received.values())
 
 
-def test_exposed_time_is_beyond_the_same_step_without_a_link(monkeypatch) -> None:
-    """Catches the compute of one taken for another's link, and a link that sleeps too long."""
+def test_exposed_time_is_relative_to_the_same_step_without_a_link(monkeypatch) -> None:
+    """Catches the compute of one contestant subtracted for another, and a link that sleeps too
+    long.
+    """
     link = bench_link.ModelledLink(torch.device("cpu"), float("inf"))
     x = torch.zeros(250_000_000, dtype=torch.int8)
     slower = {"ours": 1.0, "theirs": 2.0}  # seconds of compute
@@ -130,7 +136,7 @@ def _beside_fully_shard(rank: int) -> list[str]:
     return [str(one["who"]) for one in found]
 
 
-def test_all_compute_what_fully_shard_does_by_itself() -> None:
+def test_all_contestants_compute_as_fully_shard_alone() -> None:
     """Catches a contestant that no longer runs in 16 bit, or computes something else."""
     names, others = run_ranks(2, _beside_fully_shard)
     assert names == others
@@ -142,8 +148,8 @@ def test_all_compute_what_fully_shard_does_by_itself() -> None:
     os.geteuid() != 0 or shutil.which("ip") is None or shutil.which("tc") is None,
     reason="network namespaces need root, ip and tc",
 )
-def test_namespaces_go_when_their_maker_is_killed() -> None:
-    """Catches namespaces left behind by a benchmark that could not clean up itself."""
+def test_namespaces_are_removed_when_their_benchmark_is_killed() -> None:
+    """Catches namespaces that remain after a benchmark that could not clean up."""
     code = "from netns import Wires\nwith Wires(2):\n    print('ready', flush=True)\n    input()"
     maker = subprocess.Popen(
         [sys.executable, "-c", code],
@@ -183,7 +189,7 @@ def test_isp_is_within_the_tolerance_of_transformers_mixins() -> None:
 
 @pytest.mark.parametrize(("added", "within"), [(0.0, 1e-5), (1e-3, 5e-3), (1.0, math.inf)])
 def test_differences_from_transformers_are_found(added: float, within: float) -> None:
-    """Catches a comparison that passes whatever a run gives."""
+    """Catches a comparison that passes for any results."""
     outputs, weights = {"loss": torch.ones(())}, {"a": torch.ones(4), "b": torch.ones(4)}
     plain = check_with_transformers.Found(outputs, weights)
     shards = {"a": torch.ones(2) + added, "b": torch.ones(2)}

@@ -1,4 +1,6 @@
-"""Calls of kernels are compared with the sources of small packages, and with those last read."""
+"""Calls of kernels are compared with the sources of packages, here small ones, and recorded
+ones.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,9 @@ def _isp(folder: Path, text: str) -> Path:
 
 
 def _sources(folder: Path, parameters: str, ending: str, name: str = "chunk") -> Path:
-    """An unpacked fla-core, whose `fla.ops.rule` has the function from another module."""
+    """Return an unpacked fla-core whose `fla.ops.rule` re-exports the function of another
+    module.
+    """
     package = folder / "fla_core-9.1" / "fla" / "ops" / "rule"
     package.mkdir(parents=True)
     (package / "__init__.py").write_text(f"from .inside import {name}\n")
@@ -64,7 +68,7 @@ def _sources(folder: Path, parameters: str, ending: str, name: str = "chunk") ->
 def test_a_call_is_compared_with_the_source(
     parameters: str, ending: str, fault: str, tmp_path: Path
 ) -> None:
-    """Catches a parameter that was renamed or moved, which a call would only meet on a GPU."""
+    """Catches a parameter that was renamed or moved, which would otherwise only fail on a GPU."""
     calls = check_kernels.calls_of(_isp(tmp_path, _CALLER))
     found = check_kernels.signature_of(
         _sources(tmp_path, parameters, ending) / "fla_core-9.1", "fla.ops.rule", "chunk"
@@ -86,7 +90,7 @@ def test_archives_are_read(
     monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    """Catches an archive that is passed over, and a mismatch that ends with status 0."""
+    """Catches an archive that is skipped, and a mismatch that ends with status 0."""
     (given := tmp_path / "from").mkdir()
     root = _sources(given if archive == "folder" else tmp_path, _FITS, _TWO, name) / "fla_core-9.1"
     if archive == "sdist":
@@ -118,13 +122,13 @@ def test_archives_are_read(
         _CALLER.replace("**options", "**given"),
     ],
 )
-def test_a_call_that_is_not_seen_is_an_error(text: str, tmp_path: Path) -> None:
-    """Catches a new way to call a kernel, which would be compared with nothing."""
+def test_a_call_that_cannot_be_analyzed_is_an_error(text: str, tmp_path: Path) -> None:
+    """Catches a new form of kernel call, which would be compared with nothing."""
     with pytest.raises(ValueError, match=r"no call of|cannot find"):
         check_kernels.calls_of(_isp(tmp_path, text))
 
 
-def test_isp_calls_the_packages_as_they_were_last_read() -> None:
+def test_calls_match_the_recorded_signatures() -> None:
     """Catches a changed call that does not fit the signatures in tools/kernels.json."""
     calls = check_kernels.calls_of(check_kernels.ISP)
     rows = json.loads(check_kernels.RESULT.read_text())["functions"]

@@ -1,4 +1,4 @@
-"""The files that start a run on a cluster: one command, under each scheduler's names."""
+"""Files that start a run on a cluster: one command with each scheduler's variables."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ VARIABLES = {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "1800", "TORCH_DISABLE_SHARE_RDZV
 
 
 def _torchrun(script: str) -> dict[str, Any]:
-    """What torchrun makes of the last command of `script`, without the scheduler's own values."""
+    """Return the torchrun command of `script` without the scheduler's own values."""
     words = re.sub(r"\$\(.*?\)|\$\{.*?\}|\$\w+", "8", script.split("torchrun", 1)[1])
     args = parse_args(shlex.split(words.replace("\\\n", " ")))
     assert args.training_script == "isp"
@@ -25,7 +25,7 @@ def _torchrun(script: str) -> dict[str, Any]:
 
 
 def test_every_scheduler_starts_the_same_command() -> None:
-    """Catches a file that is not YAML, an unknown option, and a variable that one of them lacks."""
+    """Catches a file that is not YAML, an unknown option, and a variable missing in one of them."""
     kubernetes = yaml.safe_load((TOOLS / "kubernetes.yaml").read_text())
     sky = yaml.safe_load((TOOLS / "skypilot.yaml").read_text())
     slurm = (TOOLS / "slurm.sbatch").read_text()

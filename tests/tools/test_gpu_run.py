@@ -1,4 +1,4 @@
-"""The runner of the steps for GPUs, with programs that need none."""
+"""The runner of the GPU steps, with programs that need no GPU."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def _step(name: str, code: str, seconds: float = 60.0) -> Step:
 
 
 def _run(folder: Path, *names: str, seconds: float = 999.0) -> int:
-    """Run the steps with so many seconds from now."""
+    """Run the steps with this many seconds from now."""
     gpu_run.BEGUN = time.monotonic()
     options = gpu_run.argparse.Namespace(names=list(names), seconds=seconds)
     return gpu_run.run_all(options, ONE_GPU, folder)
@@ -49,8 +49,10 @@ def _clean(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("OUT", raising=False)
 
 
-def test_a_run_goes_on_after_a_step_that_fails_or_hangs(tmp_path, monkeypatch, capsys):
-    """Catches a failure that ends the run, a rank left running, and a report that does not tell."""
+def test_a_run_continues_after_a_step_that_fails_or_hangs(tmp_path, monkeypatch, capsys):
+    """Catches a failure that ends the run, a rank left running, and a failure missing in the
+    report.
+    """
     leave = "import subprocess, time; print(subprocess.Popen(['sleep', '99']).pid, flush=True)"
     row = "open('{json}', 'w').write('[7]')"
     steps = (
@@ -69,7 +71,7 @@ def test_a_run_goes_on_after_a_step_that_fails_or_hangs(tmp_path, monkeypatch, c
     }
     assert found["counts"]["numbers"] == found["hangs"]["numbers"] == [7]
     pid, *where = (tmp_path / "hangs.log").read_text().splitlines()
-    assert where[-1] == "KeyboardInterrupt"  # the log says where it was
+    assert where[-1] == "KeyboardInterrupt"  # the log has the traceback
     left = Path("/proc", pid)
     for _ in range(50):
         if not left.exists() or ") Z" in (left / "stat").read_text():
@@ -91,7 +93,9 @@ def test_a_run_goes_on_after_a_step_that_fails_or_hangs(tmp_path, monkeypatch, c
 
 
 def test_everything_is_in_the_archive_after_each_step(tmp_path, monkeypatch):
-    """Catches results that a stop of the machine takes: the second step is the first's witness."""
+    """Catches results lost when the machine is taken away: the second step checks those of the
+    first.
+    """
     see = "import shutil; shutil.copy('{folder}/results.tgz', '{folder}/seen.tgz')"
     steps = _step("one", "print(1)"), _step("two", see)
     monkeypatch.setattr(gpu_run, "STEPS", steps)
@@ -102,8 +106,8 @@ def test_everything_is_in_the_archive_after_each_step(tmp_path, monkeypatch):
             assert {*expected, "results/report/index.html"} <= {*archive.getnames()}
 
 
-def test_only_the_archive_and_the_page_are_given_back(tmp_path, monkeypatch):
-    """Catches more files than a lent machine gives back, and an archive that a stop takes."""
+def test_only_the_archive_and_the_page_are_written_to_out(tmp_path, monkeypatch):
+    """Catches other files in $OUT, and an archive that is lost when the machine is taken away."""
     out = tmp_path / "out"
     see = f"import shutil; shutil.copytree('{out}', '{tmp_path}/seen')"
     monkeypatch.setattr(gpu_run, "STEPS", (_step("one", "print(1)"), _step("two", see)))
@@ -116,11 +120,11 @@ def test_only_the_archive_and_the_page_are_given_back(tmp_path, monkeypatch):
     assert (out / "results.tgz").read_bytes() == (work / "results.tgz").read_bytes()
 
 
-def test_a_page_that_fails_takes_no_results(tmp_path, monkeypatch, capsys):
+def test_a_page_that_fails_loses_no_results(tmp_path, monkeypatch, capsys):
     """Catches an error of the page that ends the run, or keeps its results out of the archive."""
     half = "open('{json}', 'w').write('[7')"
     monkeypatch.setattr(gpu_run, "STEPS", (_step("one", half), _step("two", "print(2)")))
-    (tmp_path / "two.json").write_text('{"step": ')  # a kill left it
+    (tmp_path / "two.json").write_text('{"step": ')  # left by a killed step
     (tmp_path / "report").write_text("no folder")
     assert _run(tmp_path) == 0
     assert "no page: FileExistsError" in capsys.readouterr().out
@@ -129,8 +133,10 @@ def test_a_page_that_fails_takes_no_results(tmp_path, monkeypatch, capsys):
     assert json.loads((tmp_path / "one.json").read_text())["numbers"] is None
 
 
-def test_a_short_call_does_what_fits_and_the_next_one_the_rest(tmp_path, monkeypatch, capsys):
-    """Catches limits that are reserved, and time spent on a step that cannot end in it."""
+def test_a_short_call_runs_the_steps_that_fit_and_the_next_call_the_rest(
+    tmp_path, monkeypatch, capsys
+):
+    """Catches time reserved for whole limits, and time spent on a step that cannot end in it."""
     steps = (
         _step("fails", "exit(3)"),
         _step("long", "", seconds=240),
@@ -158,14 +164,15 @@ def test_a_short_call_does_what_fits_and_the_next_one_the_rest(tmp_path, monkeyp
     assert _begun(capsys.readouterr().out) == ["long"]
 
 
-def test_the_parts_are_the_steps_of_one_gpu():
-    """Catches a part that wants two GPUs, and one whose steps are named or missing."""
+def test_parts_consist_of_steps_for_one_gpu():
+    """Catches a part that needs two GPUs, and one with a wrong or missing step."""
     first = gpu_run.chosen(["first"], ONE_GPU, {})
     ran = {step.name: {} for step in first}
     second = gpu_run.chosen(["second"], ONE_GPU, ran)
     assert [step.name for step in first][:2] == ["facts", "tests"]
     assert {step.part for step in first} == {"first"}
-    assert {step.part for step in second} == {"second", ""}  # then what is left, if there is time
+    # then the remaining steps, if there is time
+    assert {step.part for step in second} == {"second", ""}
     assert [step.part for step in second] == sorted((s.part for s in second), reverse=True)
     assert not [step for step in (*first, *second) if step.gpus > 1 or not step.default]
     for part, seconds in PARTS.items():
@@ -180,8 +187,8 @@ def test_the_parts_are_the_steps_of_one_gpu():
     ("words", "limit"),
     [("first", 530), ("mfu second", 290), ("first second", 820), ("mfu", float("inf"))],
 )
-def test_a_part_limits_what_is_named_with_it(monkeypatch, words, limit):
-    """Catches a step beside a part that takes the limit away."""
+def test_a_part_keeps_its_time_limit_with_other_steps(monkeypatch, words, limit):
+    """Catches a step named with a part that removes the part's limit."""
     found = []
     monkeypatch.setattr(sys, "argv", ["gpu_run.py", *words.split()])
     monkeypatch.setattr(gpu_run, "install_wheels", lambda folder: None)
@@ -190,7 +197,7 @@ def test_a_part_limits_what_is_named_with_it(monkeypatch, words, limit):
     assert found == [limit]
 
 
-def test_missing_packages_come_with_a_recipe(monkeypatch):
+def test_missing_packages_are_reported_with_how_to_install_them(monkeypatch):
     """Catches a traceback, or advice that needs a network, where packages are missing."""
     monkeypatch.setitem(gpu_run.NEEDED, "isp_not_there", "pydantic")
     with pytest.raises(SystemExit) as stopped:
@@ -204,9 +211,8 @@ def test_missing_packages_come_with_a_recipe(monkeypatch):
 
 @pytest.mark.parametrize("broken", [False, True])
 def test_wheels_are_installed_for_a_run(tmp_path, monkeypatch, capsys, broken):
-    """Catches wheels that are ignored, found behind what is installed, or installed for nothing.
-
-    And a broken one that ends the run, or keeps the others out.
+    """Catches wheels that are ignored, come after installed packages on the path, or are not
+    needed, and a broken wheel that ends the run or blocks the others.
     """
     if broken:
         (tmp_path / "a_broken_one-1.0-py3-none-any.whl").write_text("no archive")
@@ -233,15 +239,15 @@ def test_wheels_are_installed_for_a_run(tmp_path, monkeypatch, capsys, broken):
 
 
 @pytest.mark.parametrize("fault", [ValueError("no host memory\nat all"), RuntimeError("a kernel")])
-def test_a_contestant_that_fails_is_a_row(tmp_path, monkeypatch, fault):
-    """Catches a failure that ends a benchmark, or is lost, or hides what was measured before."""
+def test_a_contestant_that_fails_has_a_row(tmp_path, monkeypatch, fault):
+    """Catches a failure that ends a benchmark, is lost, or hides earlier measurements."""
     numbers = tmp_path / "n.json"
 
     def measure(rung, tokens, options):
         if rung == 3:
             raise fault
         if rung == 2:
-            assert len(json.loads(numbers.read_text())) == 2  # what is measured is saved
+            assert len(json.loads(numbers.read_text())) == 2  # measurements are saved
             raise torch.OutOfMemoryError
         return bench_memory.Row(list(bench_memory.RUNGS)[rung], tokens, 2, 1, 1.0)
 
@@ -255,8 +261,8 @@ def test_a_contestant_that_fails_is_a_row(tmp_path, monkeypatch, fault):
     assert faults == ["", f"{type(fault).__name__}: {told}", "out of memory"]
 
 
-def test_a_contestant_of_mfu_that_fails_is_a_row(tmp_path, monkeypatch, capsys):
-    """Catches the same beside transformers, and a loss that is another model's."""
+def test_a_contestant_of_the_mfu_benchmark_that_fails_has_a_row(tmp_path, monkeypatch, capsys):
+    """Catches a failure of transformers that ends the benchmark, and a loss of another model."""
 
     def ours(config, batch, mesh, folder):
         if not config.model.compile:
@@ -283,8 +289,8 @@ def test_a_contestant_of_mfu_that_fails_is_a_row(tmp_path, monkeypatch, capsys):
     assert "| ValueError: not so |" in capsys.readouterr().out
 
 
-def test_each_test_that_needs_a_gpu_is_in_one_step():
-    """Catches a file of tests that no step runs, or two do."""
+def test_each_file_of_gpu_tests_is_in_one_step():
+    """Catches a file of tests that no step runs, or that two run."""
     gpu, kernel, nccl = (gpu_steps.tests_of(kind) for kind in ("gpu", "kernel", "nccl"))
     assert "tests/core/attention/test_local.py" in kernel
     assert not {*gpu} & {*kernel}
@@ -296,8 +302,8 @@ def test_each_test_that_needs_a_gpu_is_in_one_step():
     assert {*nccl} < {*gpu}
 
 
-def test_every_step_names_a_program_that_is_there():
-    """Catches a tool that was renamed, and a step of the same name as another."""
+def test_every_step_names_an_existing_program():
+    """Catches a tool that was renamed, and two steps of the same name."""
     assert len({step.name for step in STEPS}) == len(STEPS)
     for step in STEPS:
         for device in ("cuda", "cpu"):
@@ -308,8 +314,8 @@ def test_every_step_names_a_program_that_is_there():
                     assert (ROOT / word).exists(), word
 
 
-def test_without_a_gpu_it_says_so():
-    """Catches a traceback, or nothing at all, where there is no GPU."""
+def test_a_machine_without_a_gpu_is_reported():
+    """Catches a traceback, or no message, where there is no GPU."""
     done = subprocess.run(
         ["bash", "tools/gpu.sh", "parity"],
         cwd=ROOT,
@@ -323,7 +329,7 @@ def test_without_a_gpu_it_says_so():
     )
 
 
-def test_exposed_is_what_no_other_kernel_covers():
+def test_exposed_time_is_not_covered_by_another_kernel():
     """Catches kernels of another rank or step that count, and overlap counted as exposed."""
 
     def kernel(pid: int, name: str, begin: float, end: float) -> dict:
@@ -338,7 +344,7 @@ def test_exposed_is_what_no_other_kernel_covers():
         lane(1, 150, 200),  # the step is 100 long
         lane(2, 130, 141),  # of which we found 11 exposed
         kernel(1_003_000, "gemm", 90, 130),
-        kernel(1_003_001, "ncclDevKernel_AllGather", 120, 142),  # 12 of it beside nothing
+        kernel(1_003_001, "ncclDevKernel_AllGather", 120, 142),  # 12 of it without another kernel
         kernel(1_003_000, "gemm", 142, 250),
         kernel(1_003_001, "ncclDevKernel_AllGather", 200, 260),  # the next step's
         kernel(1_004_000, "ncclDevKernel_AllGather", 100, 200),  # another rank's

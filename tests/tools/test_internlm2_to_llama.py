@@ -1,4 +1,4 @@
-"""A folder of InternLM2 as one of Llama, against InternLM2 in plain tensor operations."""
+"""A folder of InternLM2 converted to Llama, against InternLM2 in plain tensor operations."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ EPS, BASE, FACTOR = 1e-5, 1000.0, 3.0
 
 
 def _internlm2(folder: Path, *, bias: bool, scaling: str | None) -> dict[str, Tensor]:
-    """Write a model in two files as InternLM2's are published; returns its tensors."""
+    """Write a model in two files, in the format of InternLM2's; return its tensors."""
     generator = torch.Generator().manual_seed(2)
 
     def draw(*shape: int) -> Tensor:
@@ -79,7 +79,7 @@ def _internlm2(folder: Path, *, bias: bool, scaling: str | None) -> dict[str, Te
 
 
 def _rotated(x: Tensor, scaling: str | None) -> Tensor:
-    """[S, H, d] -> [S, H, d], the second half of the features as the imaginary part."""
+    """Return x [S, H, d] rotated; the second half of the features is the imaginary part."""
     length, base = x.shape[0], BASE
     positions = torch.arange(length, dtype=torch.float64)
     if scaling == "linear":
@@ -93,7 +93,7 @@ def _rotated(x: Tensor, scaling: str | None) -> Tensor:
 
 
 def _plainly(found: dict[str, Tensor], tokens: Tensor, scaling: str | None) -> Tensor:
-    """The logits of InternLM2: [S] -> [S, V]."""
+    """Return the logits [S, V] of InternLM2 for tokens [S]."""
 
     def norm(x: Tensor, name: str) -> Tensor:
         return x * (x.square().mean(-1, keepdim=True) + EPS).rsqrt() * found[f"{name}.weight"]
@@ -121,7 +121,7 @@ def _plainly(found: dict[str, Tensor], tokens: Tensor, scaling: str | None) -> T
 
 
 def _rotated_but_last(heads: Tensor, scaling: str | None) -> Tensor:
-    """A group's heads with q and k rotated: [S, H/G + 2, d]."""
+    """Return a group's heads [S, H/G + 2, d] with q and k rotated."""
     return torch.cat([_rotated(heads[:, :-1], scaling), heads[:, -1:]], 1)
 
 
@@ -134,10 +134,10 @@ def _run(monkeypatch: pytest.MonkeyPatch, *words: Path) -> None:
     ("bias", "scaling", "tokens"),
     [(False, None, 12), (True, "linear", 12), (False, "dynamic", 12), (False, "dynamic", 21)],
 )
-def test_a_llama_computes_what_internlm2_does(
+def test_the_converted_llama_equals_internlm2(
     bias: bool, scaling: str | None, tokens: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Catches rows of another group or head, a bias that is lost, and other positions."""
+    """Catches rows of another group or head, a lost bias, and other positions."""
     tensors = _internlm2(tmp_path / "internlm2", bias=bias, scaling=scaling)
     _run(monkeypatch, tmp_path / "internlm2", tmp_path / "llama")
     ids = torch.arange(tokens) * 7 % VOCAB
@@ -151,7 +151,7 @@ def test_a_llama_computes_what_internlm2_does(
 def test_another_model_and_a_full_folder_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Catches a Llama of another model's weights, and a model that is written over."""
+    """Catches a Llama made of another model's weights, and a model that is overwritten."""
     _internlm2(tmp_path / "internlm2", bias=False, scaling=None)
     with pytest.raises(ValueError, match=r"internlm2 holds .*: name a new or an empty folder"):
         _run(monkeypatch, tmp_path / "internlm2", tmp_path / "internlm2")

@@ -1,4 +1,4 @@
-"""The passkey data: a label that is not what can be known, an example that is cut."""
+"""The passkey data."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ from isp.config import load_config
 FOLDER = Path(__file__).parents[2] / "configs" / "passkey"
 
 
-def test_labels_are_the_key_again_and_the_answer(
+def test_only_the_repeated_key_and_the_answer_are_labels(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Catches a label that cannot be predicted, and an example that is truncated."""
     file = tmp_path / "train.jsonl"
     monkeypatch.setattr(sys, "argv", ["make_data.py", str(file), "--examples", "50"])
     runpy.run_path(str(FOLDER / "make_data.py"), run_name="__main__")

@@ -1,4 +1,4 @@
-"""The benchmark of the recorder runs, and HTA reads the trace that is made for it."""
+"""The benchmark of the recorder, and HTA on the adapted trace."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ import bench_profile  # noqa: E402
 from check_with_hta import as_gpu_trace, overlap_by_hta  # noqa: E402
 
 
-def test_benchmark_has_a_line_for_each_mode(monkeypatch, capfd):
-    """Catches a benchmark that no longer runs, or a step of it that records nothing."""
+def test_the_recorder_benchmark_has_a_line_for_each_mode(monkeypatch, capfd):
+    """Catches a benchmark that no longer runs, and a step that records nothing."""
     monkeypatch.setattr(sys, "argv", ["bench_profile.py", "--quick", "--ranks", "2"])
     bench_profile.main()
     lines = [line.split() for line in capfd.readouterr().out.splitlines()]
@@ -30,14 +30,16 @@ def test_benchmark_has_a_line_for_each_mode(monkeypatch, capfd):
 
 
 def _timeline() -> tuple[dict, float]:
-    """A step as `profile.json` has it, and the share of its communication that is hidden."""
+    """Return a step in the format of `profile.json`, and the overlapped share of its
+    communication.
+    """
     (times,) = aligned(record(BEGINS, first_step(), MARKS))
     step, own = timeline(times, 0, number=0, zero=0.0), totals(times, 0)
     return json.loads(json.dumps(dataclasses.asdict(step))), 1 - own.exposed_ms / own.comm_ms
 
 
-def test_compute_is_what_no_wait_blocks():
-    """Catches an adapted trace in which a wait is compute, or compute is missing."""
+def test_the_adapted_trace_has_compute_where_no_wait_blocks():
+    """Catches a trace in which a wait is compute, or compute is missing."""
     step, _ = _timeline()
     compute = [e for e in as_gpu_trace(step) if e["name"] == "compute"]
     assert sum(e["dur"] for e in compute) == pytest.approx((105 - 18) * 1e3)
@@ -46,7 +48,7 @@ def test_compute_is_what_no_wait_blocks():
 
 
 def test_hta_finds_the_same_overlap():
-    """Catches a share of hidden communication that is ours alone."""
+    """Catches a share of overlapped communication that HTA does not confirm."""
     pytest.importorskip("hta")
     step, hidden = _timeline()
     assert overlap_by_hta([step])[0] == pytest.approx(100 * hidden, abs=2)

@@ -1,4 +1,4 @@
-"""`tools/setup_env.sh` and `setup.py`: what they refuse and pack; nothing is installed here."""
+"""`tools/setup_env.sh` and `setup.py`: what they refuse and package; nothing is installed."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ import setuptools
 ROOT = Path(__file__).parents[2]
 
 
-def test_an_unknown_extra_is_refused_before_anything_is_made() -> None:
-    """Catches a set of packages that the script does not know, or one it takes for another."""
+def test_an_unknown_extra_is_refused_first() -> None:
+    """Catches a set of packages that the script does not know, or confuses with another."""
     done = subprocess.run(
         ["bash", "tools/setup_env.sh", "report", "hf", "flash", "tensorboard", "test"],
         cwd=ROOT,
@@ -30,7 +30,7 @@ def test_an_unknown_extra_is_refused_before_anything_is_made() -> None:
 
 
 def test_a_wheel_has_all_files(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches a file that isp reads, and that is only there beside the repository."""
+    """Catches a file that isp reads and that only exists in the repository."""
     monkeypatch.chdir(ROOT)
     with mock.patch.object(setuptools, "setup") as setup:
         runpy.run_path("setup.py")

@@ -1,4 +1,4 @@
-"""The tiny chat model and its conversations, and the configuration that trains on them."""
+"""The tiny chat model, its conversations, and the configuration that trains on them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder that the tool writes."""
+    """Return the folder that the tool writes."""
     folder = tmp_path_factory.mktemp("tiny")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "argv", ["make_tiny_chat_model.py", str(folder)])
@@ -32,8 +32,8 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_its_masks_are_those_of_transformers(made: Path) -> None:
-    """Catches a template or a tokenizer that is saved otherwise than it was made."""
+def test_the_masks_equal_those_of_transformers(made: Path) -> None:
+    """Catches a template or a tokenizer that changes when it is saved."""
     from transformers import AutoTokenizer
 
     theirs, ours = AutoTokenizer.from_pretrained(made / "model"), load(made / "model")
@@ -48,10 +48,12 @@ def test_its_masks_are_those_of_transformers(made: Path) -> None:
             assert 8 < sum(mask) < len(mask)
 
 
-def test_generate_asks_the_assistant(
+def test_generate_applies_the_chat_template(
     made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Catches a prompt without the template, or with special tokens that stand in it already."""
+    """Catches a prompt without the template, or with special tokens that the template has already
+    added.
+    """
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     folder, question = str(made / "model"), "What is dumps in json?"
@@ -86,7 +88,7 @@ def test_generate_asks_the_assistant(
 
 
 @pytest.mark.parametrize(("name", "data"), [("chat", "chat"), ("dpo", "pairs")])
-def test_its_configurations_train(made: Path, tmp_path: Path, name: str, data: str) -> None:
+def test_the_shipped_configurations_train(made: Path, tmp_path: Path, name: str, data: str) -> None:
     """Catches a shipped configuration that does not fit the model, the data or its ranks."""
     overrides = [
         f"--model.hf={made / 'model'}",

@@ -1,4 +1,4 @@
-"""A small job as a file, run by forked ranks or by real launchers, and what a run of it leaves."""
+"""A small job in a file, run by forked ranks or by real launchers, and the results of its runs."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ training: {{steps: 8, device: cpu}}
 
 
 def write_job(folder: Path) -> Path:
-    """A job of 2 ranks in `folder`, with its text; every run of it goes to `folder`/out."""
+    """Write and return a job of 2 ranks in `folder`, with its text; runs go to `folder`/out."""
     words = "".join(f"word {i} of many\n" for i in range(400))
     (folder / "text.txt").write_text(words)
     path = folder / "job.yaml"
@@ -39,27 +39,29 @@ def write_job(folder: Path) -> Path:
 
 
 def run_forked(job: Path, *overrides: str, num_ranks: int = NUM_RANKS) -> None:
-    """`isp train` on so many ranks, as forked processes; raises what a rank does."""
+    """Run `isp train` on this many forked ranks; raise the errors of ranks."""
     run_programs(num_ranks, lambda rank: main(load_config(job, overrides)))
 
 
 def run_folders(job: Path, name: str = "job") -> list[Path]:
-    """The folders of all runs of `name`, oldest first."""
+    """Return the folders of all runs of `name`, oldest first."""
     paths = (job.parent / "out" / name).iterdir()
     return sorted(path for path in paths if path.is_dir() and not path.is_symlink())
 
 
 def numbers(run: Path) -> list[tuple[int, float, float, float, int]]:
-    """What the steps of a run came to, times and memory left out."""
+    """Return step, loss, gradient norm, rate and tokens of a run's steps, without times and
+    memory.
+    """
     records = read_metrics(run / "metrics.jsonl")
     return [(r.step, r.loss, r.grad_norm, r.lr, r.tokens) for r in records]
 
 
 def tensors(run: Path, step: int) -> dict[str, Tensor]:
-    """Every weight and optimizer state of a checkpoint, whole.
+    """Return every whole weight and optimizer state of a checkpoint.
 
-    Ranks' own values are left out: torch seeds its default generator, which nothing draws from,
-    with another number in every process.
+    Values of each rank are left out: torch seeds its default generator, which nothing uses, with
+    another number in every process.
     """
     plain = run / "plain.pt"
     dcp_to_torch_save(run / "checkpoint" / f"step_{step}", plain)

@@ -1,10 +1,10 @@
-"""Losses and gradient norms of small runs in many layouts, recorded to compare later work with.
+"""Losses and gradient norms of small runs in many layouts, recorded to compare later versions.
 
-    python -m tests.train.recorded            # compares every layout with the record
-    python -m tests.train.recorded --write    # records them anew
+`python -m tests.train.recorded` compares every layout with the record, and with `--write` records
+it again.
 
-A change that is to leave all numbers as they are is shown to by a comparison that finds every bit
-equal. Recorded again is only what was meant to change, and the commit says why.
+A change that must not change any number proves it by a comparison in which every bit is equal. Only
+results that were meant to change are recorded again, and the commit says why.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ __all__ = ["LAYOUTS", "RECORD", "TOLERANCES", "difference", "recorded", "trained
 RECORD = Path(__file__).with_name("recorded_losses.json")
 
 TOLERANCES = {"float64": 1e-12, "float32": 1e-5, "bfloat16": 2e-2}
-"""Relative; another machine's kernels add up in another order."""
+"""Relative tolerances, since kernels of another machine sum in another order."""
 
 _JOB = """
 job: {{name: job, dump_folder: {folder}/out}}
@@ -47,17 +47,17 @@ model: {vocab_size: 260, hidden_size: 32, num_layers: 4, num_heads: 8, num_kv_he
 
 
 class Recorded(NamedTuple):
-    """How one of the runs is started."""
+    """How one of the recorded runs is started."""
 
     ranks: int
     overrides: str
-    """Of the configuration: `key=value`, without dashes."""
+    """Overrides of the configuration: `key=value`, without dashes."""
     hf: str = ""
-    """The type of a model of transformers; "": isp's own."""
+    """A model type of transformers; "": ISP's decoder."""
 
     @property
     def dtype(self) -> str:
-        """Of training."""
+        """The dtype of the training."""
         keys = dict(word.split("=") for word in self.overrides.split())
         return keys.get("training.dtype", "float64")
 
@@ -104,11 +104,11 @@ LAYOUTS = {
 }
 
 Series = dict[str, list[float]]
-"""Of a run: by name, a number a step."""
+"""Results of a run: for each name, one number a step."""
 
 
 def trained(names: Iterable[str], folder: Path) -> dict[str, Series]:
-    """The numbers of each of these layouts, run in `folder`."""
+    """Return the results of these layouts, run in `folder`."""
     for i in range(12):
         (folder / f"{i}.txt").write_text(
             "".join(f"document {i}, line {j}\n" for j in range(3 * i + 2))
@@ -138,14 +138,14 @@ def _model(hf: str, folder: Path) -> str:
 
 
 def recorded() -> dict[str, Series]:
-    """The numbers in the record."""
+    """Return the recorded results."""
     found: dict[str, Series] = json.loads(RECORD.read_text())
     return found
 
 
 def difference(found: Series, expected: Series) -> float:
-    """The largest relative difference of two runs; infinite if they are of other steps, or where a
-    number is not finite.
+    """Return the largest relative difference of two runs; infinite for different steps or
+    non-finite numbers.
     """
     if {k: len(v) for k, v in found.items()} != {k: len(v) for k, v in expected.items()}:
         return float("inf")
@@ -154,7 +154,9 @@ def difference(found: Series, expected: Series) -> float:
 
 
 def main() -> int:
-    """Record, or compare; 1 if a layout is further from the record than its tolerance."""
+    """Record, or compare; return 1 if a layout differs from the record by more than its
+    tolerance.
+    """
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--write", action="store_true", help=f"write {RECORD.name}")
     write = parser.parse_args().write

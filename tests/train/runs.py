@@ -1,4 +1,4 @@
-"""Small runs in any layout on the same samples, and what a run of theirs gives."""
+"""Small runs in any layout with the same samples, and their results."""
 
 from __future__ import annotations
 
@@ -65,12 +65,12 @@ Numbers = list[tuple[float, float]]
 """Loss and gradient norm of each step."""
 
 Weights = dict[str, npt.NDArray[np.float64]]
-"""By name; arrays, because a rank's tensors cannot be read once it has ended."""
+"""Weights by name, as arrays, because a rank's tensors cannot be read after it has ended."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """A model and the kind of rows it is trained on."""
+    """A model and the kind of rows it trains on."""
 
     model: ModelConfig
     packed: bool = True
@@ -78,10 +78,10 @@ class Task:
     """Rows of a micro-batch that is not packed."""
 
     def batch(self, step: int, place: int) -> MicroBatch:
-        """Number `place` of the micro-batches in the global batch of `step`.
+        """Return micro-batch number `place` of the global batch of `step`.
 
-        Documents have unequal lengths and masks. Every third step all odd places have no label:
-        with two data ranks, one of them has not a single valid token. In step 7 nobody has.
+        Documents have unequal lengths and masks. Every third step no odd place has a label: with
+        two data ranks, one of them has no label at all. In step 7 no rank has.
         """
         random = torch.Generator().manual_seed(1000 * step + place)
         shape = (1 if self.packed else self.micro_bsz, SEQ_LEN)
@@ -104,7 +104,7 @@ class Task:
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """How a run is split; `micro` micro-batches on each of `data` data ranks."""
+    """How a run is split; each of `data` data ranks has `micro` micro-batches."""
 
     mode: Mode = Mode.ISP
     tensor: int = 1
@@ -120,23 +120,23 @@ class Layout:
     head_first: bool = True
     exchange: ContextExchange = ContextExchange.GATHER
     expert: int = 1
-    """Ranks that have different experts."""
+    """Number of ranks that share the experts."""
     options: WeightConfig = field(default_factory=WeightConfig)
-    """What else `parallel.weight` says; its size is `weight`."""
+    """Other keys of `parallel.weight`; `weight` gives the size."""
 
     @property
     def world(self) -> int:
-        """Ranks."""
+        """The number of ranks."""
         return self.tensor * self.data * self.pipeline
 
     @property
     def global_batch(self) -> int:
-        """Micro-batches of all data ranks in a step."""
+        """The micro-batches of all data ranks in a step."""
         return self.data * self.micro
 
     @property
     def parallel(self) -> ParallelConfig:
-        """As the configuration says it."""
+        """The section `parallel` of the configuration."""
         return ParallelConfig(
             tensor=TensorConfig(size=self.tensor, mode=self.mode),
             weight=replace(self.options, size=self.weight),
@@ -154,7 +154,10 @@ class Layout:
         )
 
     def topology(self) -> Topology:
-        """Its groups.  Raises ValueError if the sizes do not fit."""
+        """Return the groups of the layout.
+
+        Raises ValueError if the sizes do not fit.
+        """
         return Topology.create(self.world, self.parallel)
 
     def __str__(self) -> str:
@@ -175,7 +178,7 @@ class Layout:
 
 @dataclass(frozen=True)
 class Run:
-    """What a trainer has on a rank."""
+    """The objects of a trainer on one rank."""
 
     step: TrainStep
     parameters: list[ShardedParameter]
@@ -184,7 +187,7 @@ class Run:
     task: Task
 
     def numbers(self, steps: Iterable[int]) -> Numbers:
-        """Loss and gradient norm of each of `steps`, which are trained."""
+        """Train `steps`; return loss and gradient norm of each."""
         data, parts = self.step.mesh[Axis.DATA], self.layout.global_batch
         numbers = []
         for step in steps:
@@ -192,26 +195,28 @@ class Run:
             device = self.parameters[0].parameter.device
             batches = [self.task.batch(step, place).to(device) for place in places]
             outcome = self.step(batches, learning_rate(step))
-            # 0 where no token has a label: NaN is unlike itself
+            # 0 where no token has a label: NaN does not equal itself
             loss = outcome.loss if outcome.valid_tokens else 0.0
             numbers.append((loss, outcome.grad_norm))
         return numbers
 
     def weights(self) -> Weights:
-        """Copies of this rank's shards by name."""
+        """Return copies of this rank's shards by name."""
         for item in self.parameters:
             self.optimizer.published(item.parameter)
         shards = {item.name: item.parameter.detach().double() for item in self.parameters}
         return {name: shard.cpu().numpy().copy() for name, shard in shards.items()}
 
     def close(self) -> None:
-        """Give back what is still on its way, so that a next run can use the same groups."""
+        """Wait for transfers in flight, so that another run can use the same groups."""
         self.weights()
         self.step.hook.after_step()
 
 
 def learning_rate(step: int) -> float:
-    """Not constant, so that an update at another step's rate shows."""
+    """Return a rate that changes with each step, so that an update with another step's rate
+    shows.
+    """
     return OPTIMIZER.lr * (1 + step % 3) / 3
 
 
@@ -225,9 +230,9 @@ def make_run(
     bucket_bytes: int = DEFAULT_BUCKET_BYTES,
     device: torch.device = CPU,
 ) -> Run:
-    """A run on this rank."""
+    """Return a run on this rank."""
     model = task.model
-    if isinstance(model, ModelConfig):  # else a test's own
+    if isinstance(model, ModelConfig):  # otherwise a model that the test has built
         model = language_model(model, str(dtype).removeprefix("torch."))
     built = build_model(model, layout.parallel, mesh, seed=SEED, device=device, dtype=dtype)
     parameters = list(built.trained)
@@ -246,14 +251,14 @@ def make_run(
 
 
 class Meshes:
-    """The mesh of each topology on this rank, made once: connecting groups takes long."""
+    """The mesh of each topology on this rank, built once, since connecting groups takes long."""
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
         self._made: dict[Topology, Mesh] = {}
 
     def of(self, layout: Layout) -> Mesh:
-        """The mesh of `layout`; all ranks have to ask for the same ones in the same order."""
+        """Return the mesh of `layout`; all ranks must request the same ones in the same order."""
         topology = layout.topology()
         if topology not in self._made:
             self._made[topology] = Mesh(topology, self._rank)
@@ -261,9 +266,9 @@ class Meshes:
 
 
 def largest_difference(found: Sequence[float], expected: Sequence[float]) -> float:
-    """The largest relative difference of two series; where 0 is expected, the value itself.
+    """Return the largest relative difference of two series; absolute where 0 is expected.
 
-    NaN if one is: `max` would drop it.
+    NaN if one difference is NaN, which `max` would drop.
     """
     pairs = zip(found, expected, strict=True)
     return float(np.max([abs(a - b) / abs(b) if b else abs(a) for a, b in pairs]))

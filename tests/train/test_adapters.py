@@ -1,4 +1,4 @@
-"""Runs that train adapters of PEFT, against PEFT itself in a plain loop."""
+"""Runs that train PEFT adapters, against PEFT itself in a plain loop."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def _base(folder: Path) -> Any:
 
 
 def _initial(config: JobConfig, *, frozen: bool = False) -> dict[str, Tensor]:
-    """The weights that a run begins from, or its reference."""
+    """Return the initial weights of a run, or of its reference."""
     mesh = Mesh(Topology.create(1, ParallelConfig()), 0)
     built = build_model(
         trained_model(config).frozen() if frozen else trained_model(config),
@@ -63,7 +63,9 @@ def _initial(config: JobConfig, *, frozen: bool = False) -> dict[str, Tensor]:
 
 
 def _rows(config: JobConfig, steps: int) -> list[Rows]:
-    """The batches of the first steps, with the token behind each row, which is predicted, too."""
+    """Return the batches of the first steps, each row with the token after it, which is its last
+    label.
+    """
     train = open_datasets(config.data, seed=config.training.seed).train
     sampler = BatchSampler(dataset=train, micro_bsz=2, micro_num=2)
     found = []
@@ -79,9 +81,9 @@ def _assert_equal(found: Path, expected: Trained) -> None:
     assert [step[2] for step in steps] == pytest.approx(expected.norms, abs=TOLERANCE)
 
 
-def test_an_adapter_trains_as_in_peft_and_goes_back_and_forth(tmp_path: Path) -> None:
-    """Catches adapters that begin otherwise in another layout, are lost by a resume, or are scaled
-    otherwise; checkpoints with the base model; folders that PEFT reads as another model.
+def test_an_adapter_trains_and_loads_as_in_peft(tmp_path: Path) -> None:
+    """Catches adapters that start differently in another layout, are lost on resume, or are scaled
+    differently; checkpoints with the base model; and folders that PEFT reads as another model.
     """
     base = write_folder(tmp_path / "base", "qwen2")
     job = write_job(tmp_path, base)
@@ -120,8 +122,8 @@ def test_an_adapter_trains_as_in_peft_and_goes_back_and_forth(tmp_path: Path) ->
     assert source.section.adapter == load_config(again).model.adapter
 
 
-def test_modules_are_named_as_in_peft(tmp_path: Path) -> None:
-    """Catches a text that is read as letters, or as a name or a pattern where PEFT does not."""
+def test_target_modules_match_as_in_peft(tmp_path: Path) -> None:
+    """Catches a text read as letters, or as a name or pattern where PEFT does not."""
     folder = write_folder(tmp_path / "base", "qwen2", weights=False)
     job, base = write_job(tmp_path, folder), transformers.AutoModelForCausalLM
     config = transformers.AutoConfig.from_pretrained(folder)
@@ -142,8 +144,8 @@ def test_modules_are_named_as_in_peft(tmp_path: Path) -> None:
         assert dict(ours.named_parameters()).keys() == dict(theirs.named_parameters()).keys()
 
 
-def test_what_is_not_supported_is_refused_by_its_name(tmp_path: Path) -> None:
-    """Catches keys that are read as something else, and errors deep in PEFT."""
+def test_unsupported_adapter_keys_are_refused_by_name(tmp_path: Path) -> None:
+    """Catches keys that are interpreted as something else, and errors deep inside PEFT."""
     job = write_job(tmp_path, write_folder(tmp_path / "base", "qwen3_moe", weights=False))
     for words, why in {
         "use_dora": "each rank holds only a part: use false",

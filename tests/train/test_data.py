@@ -1,4 +1,4 @@
-"""The micro-batches of a step, as the ranks that share a sequence come to them."""
+"""The micro-batches of a step, as sent to the ranks that share a sequence."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ TASK = Task(
 
 
 def _shared(rank: int, device: str) -> list[tuple[list[int], list[list[int]] | None]]:
-    """Bounds, and tokens if the device has values, of each micro-batch."""
+    """Return the bounds of each micro-batch, and its tokens unless the device is meta."""
     host = Meshes(rank).of(LAYOUT)[Axis.TENSOR]
     found = share_micro_batches(
         stacked(_batches(), torch.device("cpu")) if rank == 0 else None,
@@ -45,7 +45,9 @@ def _batches() -> list[MicroBatch]:
 
 
 def test_bounds_of_documents_are_known_to_every_host() -> None:
-    """Catches bounds that would have to be fetched from a device, or are others than were read."""
+    """Catches bounds that would have to be fetched from a device, or differ from those that were
+    read.
+    """
     bounds = [batch.cu_seqlens.tolist() for batch in _batches() if batch.cu_seqlens is not None]
     tokens = [batch.tokens.tolist() for batch in _batches()]
     assert [len(b) for b in bounds] == [3, 4, 5]

@@ -1,4 +1,4 @@
-"""Runs on conversations: the same in every layout, and going on in the middle of an epoch."""
+"""Runs on conversations: equal in every layout, and resumed in the middle of an epoch."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ validation: {{freq: 3, steps: 100}}
 
 @pytest.fixture
 def job(tmp_path: Path) -> Path:
-    """A job of 2 ranks, with its tokenizer and 60 conversations of 50 to 110 tokens."""
+    """Return a job of 2 ranks, with its tokenizer and 60 conversations of 50 to 110 tokens."""
     chat_folder(tmp_path / "model")
     talks = [
         {
@@ -46,8 +46,8 @@ def job(tmp_path: Path) -> Path:
     return path
 
 
-def test_a_run_goes_on_inside_an_epoch_in_another_layout(job: Path) -> None:
-    """Catches rows that come twice or never after a stop, and data ranks that change the batch."""
+def test_a_run_resumes_inside_an_epoch_in_another_layout(job: Path) -> None:
+    """Catches rows repeated or skipped after a stop, and data ranks that change the batch."""
     run_forked(job)
     whole = numbers(run_folders(job)[0])
     log = (run_folders(job)[0] / "logs/rank_0.log").read_text()
@@ -83,8 +83,10 @@ def test_a_run_goes_on_inside_an_epoch_in_another_layout(job: Path) -> None:
     assert whole[0][1] > whole[-1][1]
 
 
-def test_missing_templates_are_told_before_ranks_start(job: Path) -> None:
-    """Catches a run whose ranks all end with the message that one process could give."""
+def test_missing_templates_are_refused_before_ranks_start(job: Path) -> None:
+    """Catches a message that every rank prints, although one process can check before they
+    start.
+    """
     (job.parent / "model/chat_template.jinja").unlink()
     with pytest.raises(ValueError, match=r"has no chat template .*data\.chat_template"):
         check_data(load_config(job))

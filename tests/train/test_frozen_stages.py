@@ -1,4 +1,4 @@
-"""Pipelines of which some weights are frozen train the others as data ranks do, in float64."""
+"""Pipelines with frozen weights train the others as data ranks do, in float64."""
 
 from __future__ import annotations
 
@@ -22,7 +22,9 @@ from tests.train.test_pipeline import MODEL
 
 CONFIG = replace(MODEL, num_layers=4, tie_embeddings=True)
 FROZEN = ("embed_tokens", "layers.0.", "o_proj", "norm")
-"""The table of both ends, all of the first block, and parts of others."""
+"""Words of frozen parameters: the table of both ends, all of the first block, and parts of
+others.
+"""
 LAYOUTS = (
     Layout(data=2, micro=2),
     Layout(mode=Mode.MTP, pipeline=2, micro=4),
@@ -32,7 +34,7 @@ LAYOUTS = (
 
 
 def _task(frozen: Collection[str]) -> Task:
-    """Of a decoder whose parameters with these words in their names are frozen."""
+    """Return a task of a decoder whose parameters with these words in their names are frozen."""
     with torch.device("meta"):
         decoder = Decoder(CONFIG)
     for name, parameter in decoder.named_parameters():
@@ -42,7 +44,7 @@ def _task(frozen: Collection[str]) -> Task:
 
 
 def _numbers(rank: int) -> list[list[Numbers]]:
-    """Of each optimizer, by layout."""
+    """Return the results by optimizer and layout."""
     meshes, task = Meshes(rank), _task(FROZEN)
 
     def numbers(layout: Layout, config: OptimizerConfig) -> Numbers:
@@ -54,9 +56,10 @@ def _numbers(rank: int) -> list[list[Numbers]]:
     return [[numbers(layout, config) for layout in LAYOUTS] for config in (OPTIMIZER, MUON)]
 
 
-def test_frozen_weights_of_both_ends() -> None:
-    """Catches gradients promised, or summed over stages, for a table that has none; and a first
-    stage whose output nobody can differentiate; matrices that Muon leaves out, or moves."""
+def test_pipelines_with_frozen_tables_train_as_data_ranks() -> None:
+    """Catches gradients promised, or summed over stages, for a frozen table; a first stage whose
+    output has no gradient; and matrices that Muon leaves out, or updates although frozen.
+    """
     for expected, *others in itertools.chain(*run_ranks(2, _numbers)):
         for layout, found in zip(LAYOUTS[1:], others, strict=True):
             for series in zip(zip(*found, strict=True), zip(*expected, strict=True), strict=True):
@@ -75,5 +78,5 @@ def _nothing_trained(rank: int) -> None:
 
 
 def test_a_stage_with_nothing_to_train_is_refused() -> None:
-    """Catches an IndexError where a stage is frozen as a whole."""
+    """Catches an IndexError where a whole stage is frozen."""
     run_ranks(2, _nothing_trained)

@@ -1,4 +1,4 @@
-"""Garbage: that of a rank's parent, and what is collected and released at given steps."""
+"""Garbage collection: of a rank's parent, and at given steps."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from isp.train.garbage import collected_every
 
 
 class Cycle:
-    """Garbage as soon as nobody has it."""
+    """A reference cycle, garbage as soon as it is not referenced."""
 
     def __init__(self) -> None:
         self.itself = self
 
 
-def test_garbage_goes_at_its_steps_alone() -> None:
-    """Catches a collection at any other step, and one that stays off after a run."""
+def test_garbage_is_collected_only_at_its_steps() -> None:
+    """Catches a collection at another step, and collection that stays off after a run."""
     with collected_every(2) as collect:
         assert not gc.isenabled()
         cycle = weakref.ref(Cycle())
@@ -34,15 +34,16 @@ def test_garbage_goes_at_its_steps_alone() -> None:
     assert gc.isenabled()
 
 
-def test_python_may_collect_as_it_likes() -> None:
+def test_an_interval_of_0_leaves_collection_to_python() -> None:
+    """Catches an interval of 0 that switches Python's own collection off."""
     with collected_every(0) as collect:
         assert gc.isenabled()
         collect(0)
 
 
 @pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "malloc_trim"), reason="needs glibc")
-def test_freed_memory_between_living_tensors_goes_back_to_the_system() -> None:
-    """Catches a resident set that keeps the holes which tensors of varying sizes leave."""
+def test_freed_memory_between_live_tensors_returns_to_the_system() -> None:
+    """Catches a resident set that keeps the holes of freed tensors of varying sizes."""
     meter = MemoryMeter(torch.device("cpu"))
     below_mmap = 100_000  # bytes: what is larger may be no part of the heap
     # Kept tensors too large for the holes of an old heap, so that they lie between what is freed;
@@ -59,7 +60,7 @@ def test_freed_memory_between_living_tensors_goes_back_to_the_system() -> None:
 
 
 class Owner:
-    """Something that can be taken down only where it was made, in a cycle."""
+    """An object in a cycle that must be deleted in the process that created it."""
 
     def __init__(self) -> None:
         self.itself = self
@@ -75,9 +76,11 @@ def _collect(rank: int) -> int:
     return rank
 
 
-def test_a_rank_leaves_the_garbage_of_its_parent_alone() -> None:
-    """A rank that took down a store of its parent's waited for a thread that it did not have."""
-    gc.disable()  # so that it is still there when ranks begin
+def test_a_rank_does_not_collect_garbage_of_its_parent() -> None:
+    """Catches a rank that deletes a store of its parent and waits for a thread that it does not
+    have.
+    """
+    gc.disable()  # so that the garbage still exists when ranks start
     try:
         Owner()
         assert run_ranks(1, _collect) == [0]

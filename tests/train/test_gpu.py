@@ -1,6 +1,6 @@
-"""Training steps on GPUs are those of a CPU, in every mode, in float64.
+"""Training steps on GPUs equal those of a CPU, in every mode, in float64.
 
-Mirror images: one rank of NCCL, whose neighbors do what it does. Real ranks: two, on two GPUs or
+Mirror images: one rank with NCCL whose other ranks have equal data. Real ranks: two, on two GPUs or
 on the only one.
 """
 
@@ -34,9 +34,9 @@ needs_gpu = (
 )
 STEPS = range(3)
 TOLERANCE = 1e-9
-"""Relative: kernels of a GPU add in another order."""
+"""Relative tolerance, since GPU kernels sum in another order."""
 HANGS = 40
-"""Seconds after which a collective is taken to hang; a layout takes 5 to 12."""
+"""Seconds after which a collective is assumed to hang; a layout takes 5 to 12."""
 MODEL = ModelConfig(
     vocab_size=52,
     hidden_size=32,
@@ -57,7 +57,9 @@ MIRRORED = {
     "msp": (Layout(mode=Mode.MSP, tensor=2, data=2), MODEL),
     "fsp": (Layout(mode=Mode.FSP, tensor=2, micro=2), MODEL),
 }
-"""`data` ranks share states (zero1), so that updated weights travel."""
+"""Layouts of mirror worlds; with `data` ranks zero1 splits the states, so updated weights are
+sent.
+"""
 PIPELINE = replace(MODEL, num_layers=4)
 REAL = {
     **{str(mode): (Layout(mode=mode, tensor=2, micro=2), MODEL) for mode in Mode},
@@ -75,7 +77,7 @@ def _trained(run: Run) -> tuple[Numbers, Weights]:
 
 
 def _mirrored(name: str, device: torch.device, *, overlap: bool) -> tuple[Numbers, Weights]:
-    """On the last of a world of ranks that do the same."""
+    """Return the results of the last rank of a mirror world."""
     layout, model = MIRRORED[name]
     layout = replace(layout, options=replace(layout.options, overlap=overlap))
     with one_rank(device):
@@ -84,7 +86,7 @@ def _mirrored(name: str, device: torch.device, *, overlap: bool) -> tuple[Number
 
 
 def _series(found: Numbers, expected: Numbers) -> Iterator[tuple[list[float], list[float]]]:
-    """The losses of both, then their norms."""
+    """Yield the losses of both runs, then their norms."""
     for index in (0, 1):
         yield [step[index] for step in found], [step[index] for step in expected]
 
@@ -99,15 +101,15 @@ def _assert_same(found: tuple[Numbers, Weights], expected: tuple[Numbers, Weight
 @pytest.mark.parametrize(
     ("name", "where"),
     [
-        ("isp", "cpu"),  # that this world is one
+        ("isp", "cpu"),  # checks the mirror world itself
         *(pytest.param(name, "cuda", marks=needs_gpu) for name in MIRRORED),
     ],
 )
-def test_a_rank_among_its_mirror_images(name: str, where: str) -> None:
-    """Catches work of NCCL's that is not waited for, and a kernel that does not fit its tensor.
+def test_a_rank_of_a_mirror_mesh_trains_as_on_a_cpu(name: str, where: str) -> None:
+    """Catches NCCL work without a wait, and a kernel that does not fit its tensor.
 
-    Over streams gathers, reductions, exchanges, losses, main gradients and published weights come
-    to what they come to one after the other on a CPU.
+    With streams, all gathers, reductions, exchanges, losses, main gradients and published weights
+    must have the values that a CPU computes one after the other.
     """
     expected = _mirrored(name, CPU, overlap=False)
     found = _mirrored(name, CPU if where == "cpu" else torch.device("cuda", 0), overlap=True)
@@ -139,9 +141,10 @@ def _alone(name: str) -> Numbers:
 
 
 def _on_gpu(rank: int, folder: str, expected: dict[str, Numbers]) -> None:
-    """Train every layout, and print how far its numbers are from those expected."""
+    """Train every layout, and print the differences from the expected results."""
     use_loopback()
-    if NUM_GPUS == 1:  # NCCL refuses two ranks of one host on a GPU: give each a host of its own
+    # NCCL refuses two ranks of one host on one GPU: give each rank another host id
+    if NUM_GPUS == 1:
         os.environ.update(ON_ONE_GPU, NCCL_HOSTID=f"isp-{rank}")
     device = torch.device("cuda", rank % NUM_GPUS)
     torch.cuda.set_device(device)
@@ -173,12 +176,14 @@ def _on_gpu(rank: int, folder: str, expected: dict[str, Numbers]) -> None:
 @pytest.mark.skipif(NUM_GPUS == 0, reason="no CUDA device")
 @pytest.mark.timeout(300)
 def test_two_ranks_train_as_one_cpu() -> None:
-    """Catches ranks that meet in another order over NCCL, and receives that are read too early."""
+    """Catches ranks that order their transfers differently with NCCL, and receives read too
+    early.
+    """
     expected = {name: _alone(name) for name in REAL}
     with tempfile.TemporaryDirectory() as folder:
         mp.spawn(_on_gpu, (folder, expected), nprocs=2)
 
 
 def test_nan_is_a_difference() -> None:
-    """Catches a loss that is NaN from some step on, which `max` takes for no difference."""
+    """Catches a loss that is NaN from some step on, which `max` would not count as a difference."""
     assert not largest_difference([1.0, float("nan")], [1.0, 1.0]) < TOLERANCE

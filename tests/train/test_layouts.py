@@ -1,7 +1,8 @@
-"""Every layout, with every key that saves memory, trains as plain torch does: in float64.
+"""Every layout, with every key that saves memory, trains as plain torch does, in float64.
 
-The one place where a run of the trainer is compared with a model and a loop that know no layout.
-Parts of it, and ways that change no bit, are compared elsewhere with the run of a layout.
+This is the one place where a run of the trainer is compared with a model and a loop without
+layouts. Parts of it, and options that change no bit, are compared elsewhere with the run of a
+layout.
 """
 
 from __future__ import annotations
@@ -39,11 +40,11 @@ from tests.train.runs import (
 )
 
 STEPS = (0, 1, 7)
-"""In step 7 nobody has a label."""
+"""Trained steps; in step 7 no rank has a label."""
 EVALUATED = 9
-"""Its batch is evaluated afterwards."""
+"""The step whose batch is evaluated afterwards."""
 TOLERANCE = 1e-9
-"""Relative. Sums in another order differ by about 1e-15, which steps of AdamW carry on."""
+"""Relative tolerance. Sums in another order differ by about 1e-15, which AdamW amplifies."""
 
 # 50 rows of vocabulary are 13, 13, 13 and 11 on four ranks. One block, because each collective
 # costs milliseconds on gloo.
@@ -102,7 +103,7 @@ SETS = (
     ),
     ("norms again", "inputs on the host", "inputs of segments", "states on the host"),
 )
-"""Of every two of them that a configuration takes, one has both."""
+"""Sets of keys; every pair that a configuration accepts is in at least one."""
 
 FEATURES = (Mode.MTP, Mode.MSP, Mode.FSP)
 """The modes that split features over the tensor group."""
@@ -119,27 +120,28 @@ NOT_RESHARDED = replace(POISONED, reshard_after_forward=False)
 
 
 class Case(NamedTuple):
-    """A layout and what is trained in it."""
+    """A layout, and the model and keys trained in it."""
 
     layout: Layout
     model: ModelConfig = GRID
     packed: bool = True
-    """Else two whole rows in a micro-batch."""
+    """Packed rows; otherwise two whole rows in a micro-batch."""
     saving: tuple[str, ...] = ()
     """Names of `KEYS`."""
 
     @property
     def task(self) -> Task:
-        """What plain torch trains on, too."""
+        """The task, also for plain torch."""
         return Task(model=self.model, packed=self.packed, micro_bsz=2)
 
     def keys(self) -> dict[str, Any]:
-        """Those of the model and the optimizer that save memory."""
+        """Return the keys of model and optimizer that save memory."""
         return {key: value for name in self.saving for key, value in KEYS[name].items()}
 
 
 def _grid() -> list[Case]:
-    """Modes x tensor 1 (isp), 2, 4 x weight 1, 2, 4 (isp) x data 1, 2, where they fit, one on 8.
+    """Return modes x tensor 1 (isp), 2, 4 x weight 1, 2, 4 (isp) x data 1, 2 where they fit, and
+    one of 8.
 
     One data rank has three micro-batches, two have one; `_zero1` has three on two.
     """
@@ -154,7 +156,7 @@ def _grid() -> list[Case]:
 
 
 def _zero1() -> list[Case]:
-    """The sizes of zero1 that are neither all replicas (the grid's) nor the only one."""
+    """Return sizes of zero1 other than all replicas (those of the grid)."""
     layouts = [
         Layout(tensor=2, weight=1, data=2, micro=3, zero1=2),
         Layout(tensor=2, weight=2, data=2, micro=3, zero1=1),
@@ -165,7 +167,9 @@ def _zero1() -> list[Case]:
 
 
 def _models() -> list[Case]:
-    """Other models, each in a layout or two of every mode that they fit, here or in `_saving`."""
+    """Return other models, each in a layout or two of every mode that fits, here or in
+    `_saving`.
+    """
     some = [
         Layout(mode=Mode.MTP, tensor=4),
         Layout(mode=Mode.FSP, tensor=2, data=2),
@@ -182,7 +186,7 @@ def _models() -> list[Case]:
 
 
 def _context() -> list[Case]:
-    """Sequences over heads x context."""
+    """Return cases of sequences split over heads x context."""
     return [
         Case(Layout(tensor=2, context=2, weight=2, micro=2), ROWS),
         Case(Layout(tensor=2, context=2, options=ENDS), TIED, packed=False),
@@ -233,7 +237,7 @@ def _pipelines() -> list[Case]:
 
 
 def _saving() -> list[Case]:
-    """Sets of keys that save memory, all of them in some mode or other, one in every mode."""
+    """Return sets of keys that save memory: each in some mode, and one in every mode."""
     vocab = WeightConfig(vocab_parallel_loss=True)
     places = [
         (Layout(tensor=2, weight=2, micro=2), ROWS),
@@ -257,14 +261,14 @@ WORLDS = sorted({case.layout.world for case in CASES})
 
 
 def cases_of(world: int) -> list[Case]:
-    """Those of so many ranks."""
+    """Return the cases with this number of ranks."""
     return [case for case in CASES if case.layout.world == world]
 
 
 def _train_all(
     rank: int, cases: list[Case], optimizer: OptimizerConfig, steps: tuple[int, ...]
 ) -> list[tuple[Numbers, float]]:
-    """Of each case what its steps come to, and an evaluation."""
+    """Return for each case the losses and norms of its steps, and the loss of an evaluation."""
     meshes, found = Meshes(rank), []
     for case in cases:
         try:
@@ -289,7 +293,7 @@ def _plainly(
     optimizer: OptimizerConfig = OPTIMIZER,
     trained: tuple[int, ...] = STEPS,
 ) -> tuple[Numbers, float]:
-    """The same of plain torch."""
+    """Return the same results from plain torch."""
     layout = Layout(mode=Mode.MTP)
     initial = make_run(Meshes(0).of(layout), layout, task).weights()
     weights = {name: torch.from_numpy(array) for name, array in initial.items()}
@@ -310,8 +314,8 @@ def _plainly(
     return numbers, total / count
 
 
-def test_the_runs_compared_are_worth_comparing() -> None:
-    """Catches samples on which nothing is learned, masked or clipped, so that all would agree."""
+def test_the_compared_samples_exercise_training() -> None:
+    """Catches samples without learning, masks or clipping, with which all layouts would agree."""
     task = Case(Layout()).task
     losses, norms = zip(*_plainly(task, 6)[0], strict=True)
     empty = STEPS.index(7)
@@ -337,14 +341,16 @@ def test_the_runs_compared_are_worth_comparing() -> None:
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("world", WORLDS)
 def test_every_layout_trains_as_plain_torch(world: int) -> None:
-    """Catches a sum that is wrong, missing or doubled in some layout, from the first step on."""
+    """Catches a sum that is wrong, missing or doubled in a layout, from the first step on."""
     assert_as_plain_torch(cases_of(world), OPTIMIZER, STEPS)
 
 
 def assert_as_plain_torch(
     cases: list[Case], optimizer: OptimizerConfig, steps: tuple[int, ...]
 ) -> None:
-    """Train cases of one number of ranks; compare losses, gradient norms and an evaluation."""
+    """Train cases with one number of ranks; compare losses, norms and an evaluation with plain
+    torch.
+    """
     for model in {case.model for case in cases}:
         language_model(model, "float64")  # traced once, for all ranks
     of_ranks = run_ranks(
@@ -389,13 +395,15 @@ REFUSED = [
 def test_a_layout_that_does_not_fit_is_refused(
     layout: Layout, model: ModelConfig, fault: str
 ) -> None:
-    """Catches a layout that is left out of the table without having been refused."""
+    """Catches a layout missing in the table although no check refuses it."""
     with pytest.raises(ValueError, match=fault):
         _check(layout, model)
 
 
-def test_the_layouts_compared_are_not_refused() -> None:
-    """Catches a check that refuses what works; and a pair of keys left out here and taken there."""
+def test_the_compared_layouts_are_not_refused() -> None:
+    """Catches a check that refuses a working layout, and a pair of keys excluded in one place
+    only.
+    """
     for case in CASES:
         _check(case.layout, case.model)
     with pytest.raises(ValueError, match=r"model\."):

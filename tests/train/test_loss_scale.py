@@ -54,12 +54,14 @@ def _same_bits(rank: int, layout: Layout) -> None:
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_a_scaled_loss_trains_to_the_same_bits(name: str) -> None:
-    """Catches a micro-batch, or a route of gradients, that the scale does not reach."""
+    """Catches a micro-batch, or a route of gradients, to which the scale is not applied."""
     run_ranks(LAYOUTS[name].world, _same_bits, LAYOUTS[name])
 
 
 def _learn(rank: int, layout: Layout) -> tuple[Numbers, Numbers, int, float]:
-    """Numbers on one batch again and again in float32 and float16; its skips and last scale."""
+    """Train repeatedly on one batch in float32 and float16; return losses, skips and the last
+    scale.
+    """
     config = replace(OPTIMIZER, grad_scaler=GradScalerConfig(initial_scale=2.0**24))
     mesh, found = Meshes(rank).of(layout), []
     for dtype, steps in ((torch.float32, 8), (torch.float16, 22)):
@@ -71,7 +73,9 @@ def _learn(rank: int, layout: Layout) -> tuple[Numbers, Numbers, int, float]:
 
 
 def test_float16_finds_its_scale_and_learns() -> None:
-    """Catches ranks that skip or scale differently, and float16 that does not learn as float32."""
+    """Catches ranks that skip or scale differently, and float16 that does not learn like
+    float32.
+    """
     layout = LAYOUTS["zero bubble"]
     found = run_ranks(layout.world, _learn, layout)
     assert len({str(of_rank) for of_rank in found}) == 1, "as text, because nan is not nan"
@@ -97,7 +101,7 @@ checkpoint: {{interval: 1}}
 
 
 def _train(folder: Path, *options: str, num_ranks: int = 1) -> Said:
-    """What the first rank says; all end alike."""
+    """Train; return the error of the first rank, which must be that of all ranks."""
     (folder / "text.txt").write_text("some words to learn " * 500)
     (folder / "job.yaml").write_text(JOB.format(folder=folder))
     said = run_isp(num_ranks, "train", str(folder / "job.yaml"), *options)
@@ -110,7 +114,9 @@ BROKEN = ("--optimizer.lr", "1e30", "--optimizer.max_skipped_steps")
 
 
 def test_a_run_that_only_skips_ends_with_one_error(tmp_path: Path) -> None:
-    """Catches a run that goes on doing nothing, or ends with the checkpoint left to be guessed."""
+    """Catches a run that skips forever, and an error that does not name the checkpoint to resume
+    from.
+    """
     run = _train(tmp_path, *BROKEN, "3", num_ranks=2)
     assert run.code == 2, run.err
     assert "Traceback" not in run.err
@@ -122,7 +128,7 @@ def test_a_run_that_only_skips_ends_with_one_error(tmp_path: Path) -> None:
     assert f"{last}: resume from there (checkpoint.load_step=1)" in error
 
 
-def test_a_run_without_a_limit_goes_on_skipping(tmp_path: Path) -> None:
+def test_a_limit_of_0_never_ends_a_run_that_skips(tmp_path: Path) -> None:
     """Catches a limit of 0 that ends the run at once."""
     run = _train(tmp_path, *BROKEN, "0")
     assert run.code == 0, run.err
@@ -138,8 +144,10 @@ def test_without_a_checkpoint_the_error_says_so(tmp_path: Path) -> None:
     assert "there is no checkpoint from before them" in run.err
 
 
-def test_float16_searches_its_scale_within_any_limit(tmp_path: Path) -> None:
-    """Catches a search for the scale that ends the run, and float16 the config does not take."""
+def test_the_search_for_a_float16_scale_does_not_count_as_skips(tmp_path: Path) -> None:
+    """Catches a search for the scale that ends the run, and float16 refused by the
+    configuration.
+    """
     run = _train(
         tmp_path,
         *("--training.dtype", "float16", "--optimizer.max_skipped_steps", "2"),

@@ -1,5 +1,6 @@
-"""Weight gradients of a trainer that are multiplied into their main gradients, and those that are
-made beside them."""
+"""Weight gradients of a trainer that are accumulated into main gradients, or computed
+separately.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +21,9 @@ TASK = Task(model=ModelConfig(num_heads=4, num_kv_heads=2, qkv_bias=True, **SIZE
 
 
 def _gradients(micro: int, *, beside: bool) -> tuple[dict[str, Tensor], int]:
-    """The sums of a step's micro-batches, and how many tensors of the shape of gate were made."""
+    """Return the sums of a step's micro-batches, and the number of tensors created with gate's
+    shape.
+    """
     layout = Layout(mode=Mode.MTP, micro=micro)
     run = make_run(Mesh(layout.topology(), 0), layout, TASK, dtype=torch.float32)
     step: TrainStep = run.step
@@ -36,10 +39,10 @@ def _gradients(micro: int, *, beside: bool) -> tuple[dict[str, Tensor], int]:
 
 
 @pytest.mark.parametrize("micro", [1, 3])
-def test_a_trainer_multiplies_into_main_gradients(micro: int) -> None:
+def test_a_trainer_accumulates_products_into_main_gradients(micro: int) -> None:
     """Catches a route that is not taken, and one that changes more than the order of a sum.
 
-    The bits of the first micro-batch are the same; later ones are added up inside the product.
+    The first micro-batch has the same bits; later ones are added inside the product.
     """
     into, made = _gradients(micro, beside=False)
     beside, made_beside = _gradients(micro, beside=True)

@@ -1,4 +1,4 @@
-"""A run that ends before its time is up, and goes on when it is started again."""
+"""A run that ends before its time limit, and resumes when it is started again."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ STEP_SECONDS = 100.0
 
 @pytest.fixture
 def slow(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Steps that take STEP_SECONDS by the clocks of the first rank alone, as by its disk."""
+    """Make steps take STEP_SECONDS by the clock of rank 0 only, as with a slow disk."""
     read, late = BatchSampler.micro_batches, [0.0]
 
     def slowly(*args: object) -> object:
@@ -31,8 +31,8 @@ def slow(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(time, name, lambda real=real: real() + late[0])
 
 
-def test_a_run_stops_in_time_and_goes_on(tmp_path: Path, slow: None) -> None:
-    """Catches a limit that is passed or not told, ranks that disagree, and a run begun anew."""
+def test_a_run_stops_in_time_and_resumes(tmp_path: Path, slow: None) -> None:
+    """Catches an exceeded or unlogged limit, ranks that disagree, and a run started anew."""
     job, limit = write_job(tmp_path), 1200
     run_forked(job, "--training.steps", "60", "--training.max_time", "00:20:00")
     (run,) = run_folders(job)
@@ -47,8 +47,8 @@ def test_a_run_stops_in_time_and_goes_on(tmp_path: Path, slow: None) -> None:
 
 
 @pytest.mark.parametrize("value", ["1h", "0", "1-2", "-3"])
-def test_a_time_that_is_none_is_refused(tmp_path: Path, value: str) -> None:
-    """Catches a limit that is read as another, or found wrong after ranks have started."""
+def test_a_malformed_time_is_refused(tmp_path: Path, value: str) -> None:
+    """Catches a limit read as another one, or refused only after ranks have started."""
     with pytest.raises(ConfigError, match=f'training.max_time="?{value}"? .*null for no limit'):
         load_config(write_job(tmp_path), ["--training.max_time", value])
 
@@ -56,10 +56,10 @@ def test_a_time_that_is_none_is_refused(tmp_path: Path, value: str) -> None:
 @pytest.mark.parametrize(
     ("word", "seconds"), [("90", 90), ("1:30:00", 5400), ("01:30:00", 5400), ("1-0:00:00", 86400)]
 )
-def test_a_time_in_a_file_is_that_on_the_command_line(
+def test_a_time_means_the_same_in_a_file_and_on_the_command_line(
     tmp_path: Path, word: str, seconds: int
 ) -> None:
-    """Catches 1:30:00 without quotes, which YAML takes for a number, meaning something else."""
+    """Catches 1:30:00 without quotes, which YAML parses as a number of another meaning."""
     job = write_job(tmp_path)
     on_line = load_config(job, ["--training.max_time", word])
     job.write_text(job.read_text().replace("device: cpu", f"device: cpu, max_time: {word}"))

@@ -1,4 +1,4 @@
-"""Muon in every layout, next to a plain loop that knows no layout: in float64."""
+"""Muon in every layout against a plain loop without layouts, in float64."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ MUON = OptimizerConfig(
     muon=MuonConfig(lr=2e-2, adjust_lr_fn="match_rms_adamw", per_head=True),
 )
 STEPS = (0, 1, 7, 4)
-"""In step 7 nobody has a label: it is skipped."""
+"""Trained steps; in step 7 no rank has a label, so it is skipped."""
 SOME = [
     Case(Layout(weight=4, data=4)),
     Case(Layout(tensor=2, weight=2, data=2, micro=2, zero1=1), TIED, saving=ALL),
@@ -40,9 +40,9 @@ SOME = [
 
 @pytest.mark.slow
 def test_some_layouts_train_as_plain_muon() -> None:
-    """Catches heads cut by others' rows, copies of a stage's rows, and tied tables that muon takes.
+    """Catches heads cut at other rows, wrong replicas of a stage, and tied tables updated by muon.
 
-    All other layouts: below.
+    The sweep below has all other layouts.
     """
     assert_as_plain_torch(SOME, MUON, STEPS)
 
@@ -51,5 +51,5 @@ def test_some_layouts_train_as_plain_muon() -> None:
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("world", WORLDS)
 def test_every_layout_trains_as_plain_muon(world: int) -> None:
-    """Catches a row that goes to or comes from a wrong rank, in some layout."""
+    """Catches a row sent to or received from a wrong rank in some layout."""
     assert_as_plain_torch(cases_of(world), MUON, STEPS)

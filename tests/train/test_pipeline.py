@@ -1,4 +1,4 @@
-"""Orders of work in a pipeline, shapes of micro-batches, and what is in memory at once."""
+"""Pipelines: orders of work, shapes of micro-batches, and peak memory."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.ranks import run_ranks
 from tests.train.runs import SEQ_LEN, Layout, Meshes, Task, largest_difference, make_run
 
 TOLERANCE = 1e-9
-"""Relative: sums are taken in another order."""
+"""Relative tolerance, since sums have another order."""
 MODEL = ModelConfig(
     vocab_size=50,
     hidden_size=16,
@@ -77,7 +77,7 @@ def _cut(batch: MicroBatch, rows: int, tokens: int) -> MicroBatch:
 
 
 def test_every_micro_batch_may_have_a_shape_of_its_own() -> None:
-    """Catches buffers and messages of the size that an earlier micro-batch had."""
+    """Catches buffers and messages with the size of an earlier micro-batch."""
     language_model(MODEL, "float64")  # traced once, for all ranks
     (expected,) = run_ranks(1, _of_shapes, [Layout(mode=Mode.MTP, micro=4)])
     for of_rank in run_ranks(4, _of_shapes, LAYOUTS):
@@ -90,7 +90,7 @@ FEW, MANY = 3, 9
 
 
 class _Peaks(NamedTuple):
-    """Bytes in a step, in an evaluation, and left by it besides the weights."""
+    """Bytes in a step, in an evaluation, and left by it in addition to the weights."""
 
     step: int
     evaluation: int
@@ -98,7 +98,7 @@ class _Peaks(NamedTuple):
 
 
 def _peaks(rank: int) -> list[_Peaks]:
-    """With few and with many micro-batches."""
+    """Return the peaks with few and with many micro-batches."""
     found, meshes = [], Meshes(rank)
     for micro in FEW, MANY:
         layout = Layout(mode=Mode.MTP, pipeline=2, micro=micro)
@@ -114,8 +114,8 @@ def _peaks(rank: int) -> list[_Peaks]:
     return found
 
 
-def test_memory_is_that_of_the_micro_batches_under_way() -> None:
-    """Catches what is kept of every micro-batch: buffers, inputs, logits, graphs."""
+def test_memory_grows_only_with_micro_batches_in_flight() -> None:
+    """Catches buffers, inputs, logits or graphs kept for every micro-batch."""
     between = SEQ_LEN * MODEL.hidden_size * 8
     allowed = (
         (MANY - FEW) * between / 2
@@ -130,8 +130,10 @@ def test_memory_is_that_of_the_micro_batches_under_way() -> None:
 
 @pytest.mark.parametrize("schedule", list(PipelineSchedule))
 @pytest.mark.parametrize("size", [2, 3, 4])
-def test_every_rank_does_all_of_its_work(schedule: PipelineSchedule, size: int) -> None:
-    """Catches an order that lacks an action, has one of another's chunk, or halves in disorder."""
+def test_every_order_of_work_is_complete(schedule: PipelineSchedule, size: int) -> None:
+    """Catches a missing action, an action of another chunk, and halves of a backward out of
+    order.
+    """
     chunks = 1 if schedule is PipelineSchedule.ONE_F_ONE_B else 2
     order = PipelineOrder(PipelineConfig(size=size, schedule=schedule, num_chunks=chunks))
     stages = [order.stages_of(rank) for rank in range(size)]
@@ -159,12 +161,12 @@ def test_every_rank_does_all_of_its_work(schedule: PipelineSchedule, size: int) 
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("schedule", list(PipelineSchedule))
 @pytest.mark.parametrize("size", [2, 3, 4])
-def test_ranks_never_wait_in_a_circle(
+def test_orders_of_work_do_not_deadlock(
     schedule: PipelineSchedule, size: int, training: bool
 ) -> None:
-    """Catches sends that two ranks order differently, or that are used, or made, too late.
+    """Catches sends that two ranks order differently, or that are made or used too late.
 
-    Every send here waits until its receiver has come to it, and nothing passes it.
+    Every send blocks until its receiver has reached it, and messages cannot overtake each other.
     """
     chunks = 1 if schedule is PipelineSchedule.ONE_F_ONE_B else 2
     order = PipelineOrder(PipelineConfig(size=size, schedule=schedule, num_chunks=chunks))
@@ -190,7 +192,7 @@ def test_ranks_never_wait_in_a_circle(
 
 
 def _needed(action: Action, stage: int, num_stages: int) -> set[Hop]:
-    """What a rank must have before it computes."""
+    """Return the messages that a rank needs before it computes an action."""
     forward, backward = ActionKind.FORWARD, ActionKind.BACKWARD
     own = Hop(action.kind, action.micro_batch, stage)
     if action.kind is forward:
@@ -213,10 +215,10 @@ def _needed(action: Action, stage: int, num_stages: int) -> set[Hop]:
         (ZBV, 2, 1 / 6),
     ],
 )
-def test_bubbles_are_as_in_theory(
+def test_bubbles_match_the_papers(
     schedule: PipelineSchedule, chunks: int, share: float, size: int
 ) -> None:
-    """Catches an order of work that idles more than the papers say, or needs what comes later."""
+    """Catches an order of work that idles more than published, or needs results of later work."""
     order = PipelineOrder(PipelineConfig(size=size, schedule=schedule, num_chunks=chunks))
     micro = 4 * size
     found = timeline(order, micro, lambda stage, kind: 1.0)
@@ -227,8 +229,8 @@ def test_bubbles_are_as_in_theory(
         assert all(a.end <= b.start for a, b in pairwise(timed))
 
 
-def test_layers_go_where_the_work_is_least() -> None:
-    """Catches stages of equal length whose last one has the head on top."""
+def test_layers_are_balanced_over_stages() -> None:
+    """Catches stages with equally many layers although the last one also has the head."""
     assert split_layers([1.0] * 8, 1) == [(0, 8)]
     assert split_layers([1.0] * 8, 4) == [(0, 2), (2, 4), (4, 6), (6, 8)]
     assert split_layers([1.0] * 7, 4, after=1.0) == [(0, 2), (2, 4), (4, 6), (6, 7)]

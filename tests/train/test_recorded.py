@@ -1,4 +1,4 @@
-"""A few of the layouts whose numbers are recorded; `python -m tests.train.recorded` has all."""
+"""A few of the recorded layouts; `python -m tests.train.recorded` compares all of them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ FEW = ("one rank", "fsp 2", "isp 2 x 2, segments")
 
 
 def test_layouts_train_as_recorded(tmp_path: Path) -> None:
-    """Catches work that was to change no numbers and does, in all layouts alike."""
+    """Catches a change of results, equal in all layouts, by work that should not change any."""
     expected = recorded()
     assert expected.keys() == LAYOUTS.keys()
     last = expected[FEW[0]]["loss"]

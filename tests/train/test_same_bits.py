@@ -1,4 +1,4 @@
-"""When weights are gathered, in which buffers, and where block inputs lie, changes no bit."""
+"""When weights are gathered, into which buffers, and where block inputs are, changes no bit."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ MODEL = ModelConfig(
     init_std=0.3,
 )
 PLAIN = WeightConfig(overlap=False, memory_pool=False, poison_freed_buffers=True)
-"""Each weight is gathered when it is needed, into a buffer of its own; freed ones become NaN."""
+"""Each weight is gathered when needed into its own buffer; freed buffers are filled with NaN."""
 POOL = replace(PLAIN, memory_pool=True, overlap=True)
 MODULE = replace(POOL, forward_overlap_per=OverlapUnit.MODULE)
 EARLY = replace(POOL, launch_allgather_before=LaunchPoint.ATTN)
@@ -55,19 +55,19 @@ SEGMENTS = {**OFFLOADED, "checkpoint_segment": 3}
 
 
 class Way(NamedTuple):
-    """How weights travel, and which blocks are computed again."""
+    """How weights are gathered, and which blocks are recomputed."""
 
     weight: WeightConfig
     keys: Mapping[str, Any] = {}
 
 
 class Result(NamedTuple):
-    """What a rank came to, and how."""
+    """The results of a rank, and counts of what it did."""
 
     numbers: Numbers
     weights: Weights
     launched: tuple[str, ...]
-    """What a step moved, in its order."""
+    """The transfers of a step, in order."""
     copied: int
     """Block inputs that a step has copied to the host or back."""
 
@@ -85,7 +85,7 @@ GROUPS: list[tuple[Layout, list[Way], torch.dtype]] = [
     (STAGES, [Way(LATE, keys) for keys in ({}, OFFLOADED, SEGMENTS)], torch.float64),
     (V, [Way(LATE, keys) for keys in ({}, OFFLOADED, SEGMENTS)], torch.float64),
 ]
-"""Ways that come to the same bits, of which the first is the plainest."""
+"""Groups of settings with equal bits, of which the first is the simplest."""
 
 
 def _train(meshes: Meshes, layout: Layout, way: Way, dtype: torch.dtype) -> Result:
@@ -118,7 +118,7 @@ def _same_bits(rank: int, groups: list[tuple[Layout, list[Way], torch.dtype]]) -
             for name, weight in result.weights.items():
                 assert np.array_equal(weight, first.weights[name]), f"{where}: {name}"
             by_weight.setdefault(way.weight, result.launched)
-        if by_weight.keys() >= set(CORNERS):  # no wonder that it changes nothing if it does nothing
+        if by_weight.keys() >= set(CORNERS):  # the settings must have had an effect
             assert len({by_weight[weight] for weight in CORNERS}) == len(CORNERS)
 
 
@@ -126,8 +126,8 @@ def _same_bits(rank: int, groups: list[tuple[Layout, list[Way], torch.dtype]]) -
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("world", sorted({layout.world for layout, *_ in GROUPS}))
 def test_every_way_gives_the_same_bits(world: int) -> None:
-    """Catches a weight read before it is there or after its buffer is used again, a lost sum, an
-    input that comes back as another; and, in bfloat16, gradients summed in another order.
+    """Catches a weight read too early or after its buffer is reused, a lost sum, a wrong restored
+    input, and, in bfloat16, gradients summed in another order.
     """
     for layers in {max(3, 2 * layout.pipeline * layout.chunks) for layout, *_ in GROUPS}:
         for dtype in ("float64", "bfloat16"):

@@ -1,4 +1,4 @@
-"""Stop signals, sent for real: to this process where they ask, to others where they end."""
+"""Stop signals, really sent: to this process for requests, to child processes for ends."""
 
 import os
 import signal
@@ -24,10 +24,10 @@ def within_seconds(seconds: float, holds: Callable[[], bool]) -> bool:
 
 
 @pytest.mark.parametrize("number", STOP_SIGNALS, ids=lambda s: s.name)
-def test_first_signal_is_a_request(
+def test_the_first_signal_is_a_request_to_stop(
     number: signal.Signals, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Catches a signal that interrupts the step, or passes unnoticed."""
+    """Catches a signal that interrupts the step, or is ignored."""
     with StopRequest() as stop:
         assert not stop.received
         os.kill(os.getpid(), number)
@@ -37,7 +37,7 @@ def test_first_signal_is_a_request(
 
 
 def test_other_signals_are_not_a_request() -> None:
-    """Catches any signal with a handler taken for a wish to stop."""
+    """Catches any handled signal taken for a request to stop."""
     old = signal.signal(signal.SIGUSR2, lambda *_: None)
     try:
         with StopRequest() as stop:
@@ -47,7 +47,7 @@ def test_other_signals_are_not_a_request() -> None:
         signal.signal(signal.SIGUSR2, old)
 
 
-def test_nohup_is_heeded() -> None:
+def test_nohup_is_respected() -> None:
     """Catches a run under `nohup` that stops when its terminal is closed."""
     old = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
@@ -61,7 +61,7 @@ def test_nohup_is_heeded() -> None:
         signal.signal(signal.SIGHUP, old)
 
 
-def test_handlers_are_restored() -> None:
+def test_signal_handlers_are_restored() -> None:
     """Catches a process that can no longer be interrupted after training."""
     before = [signal.getsignal(number) for number in STOP_SIGNALS]
     for _ in range(2):  # and can be entered again
@@ -71,8 +71,8 @@ def test_handlers_are_restored() -> None:
     assert signal.set_wakeup_fd(-1) == -1
 
 
-def test_repeats_and_announcements_do_not_end_the_run() -> None:
-    """Catches one wish to stop, passed on by terminal, launcher and Slurm, counted twice."""
+def test_repeated_signals_of_one_request_do_not_end_the_run() -> None:
+    """Catches one request, forwarded by terminal, launcher and Slurm, counted twice."""
     with StopRequest(repeat_seconds=60.0) as stop:
         for number in (*STOP_SIGNALS, *STOP_SIGNALS):
             os.kill(os.getpid(), number)
@@ -102,8 +102,8 @@ IN_C = (
 
 @pytest.mark.parametrize("wait", [IN_PYTHON, IN_C], ids=["in Python", "in C"])
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda s: s.name)
-def test_second_signal_ends_at_once(number: signal.Signals, wait: str) -> None:
-    """Catches a run that cannot be ended while a collective waits for a rank that is gone."""
+def test_a_second_signal_ends_the_run_at_once(number: signal.Signals, wait: str) -> None:
+    """Catches a run that cannot be ended while a collective waits for a dead rank."""
     command = [sys.executable, "-c", STUCK.format(wait=wait)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None

@@ -1,4 +1,4 @@
-"""Two machines, as far as one can have them: network namespaces, a torchrun in each."""
+"""Two machines, simulated by network namespaces with a torchrun in each."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ FIRST = "10.77.0.1"
 
 
 class Launchers:
-    """Starts torchruns in `folder`, which is nobody else's."""
+    """Starts torchruns in `folder`, which no other test uses."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -37,9 +37,9 @@ class Launchers:
         env: Mapping[str, str],
         enter: Callable[[], None],
     ) -> subprocess.Popen[bytes]:
-        """torchrun with `options`, whose ranks run `isp train` with `words`.
+        """Start torchrun with `options`, whose ranks run `isp train` with `words`.
 
-        What they say goes to a file, `said`. `enter` is called in the new process.
+        Its output goes to the file `said`. The new process first calls `enter`.
         """
         project = {"PYTHONPATH": str(ROOT)}
         command = [sys.executable, "-m", "torch.distributed.run", *options]
@@ -56,11 +56,13 @@ class Launchers:
         return process
 
     def said(self, number: int) -> Path:
-        """Where the words of a launcher and its ranks are, for messages of failing tests."""
+        """Return where the output of a launcher and its ranks is, for messages of failing tests."""
         return self._folder / f"said_{number}.txt"
 
     def end(self) -> None:
-        """Kill all launchers, and their ranks, which plain torchrun puts in their own sessions."""
+        """Kill all launchers, and their ranks, which plain torchrun puts into sessions of their
+        own.
+        """
         for process in self._started:
             process.kill()
             process.wait()
@@ -72,11 +74,11 @@ class Launchers:
 
 
 def _processes_in(folder: Path) -> list[int]:
-    """The processes that have been started in `folder`."""
+    """Return the processes that were started in `folder`."""
     found = []
     for entry in Path("/proc").iterdir():
         if entry.name.isdecimal():
-            with suppress(OSError):  # it has ended, or is not ours
+            with suppress(OSError):  # it has ended, or belongs to another user
                 if Path(os.readlink(entry / "cwd")) == folder.resolve():
                     found.append(int(entry.name))
     return found
@@ -84,7 +86,7 @@ def _processes_in(folder: Path) -> list[int]:
 
 @pytest.fixture
 def wires() -> Iterator[Wires]:
-    """Two namespaces with a wire between them."""
+    """Yield two namespaces with a link between them."""
     if reason := why_not():
         pytest.skip(reason)
     made = Wires(2)
@@ -106,9 +108,11 @@ def torchruns(tmp_path: Path, wires: Wires) -> Iterator[Launchers]:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)  # seconds: twice the import of torch, on a machine that does more
-def test_train_as_one_and_stop_together(tmp_path: Path, wires: Wires, torchruns: Launchers) -> None:
-    """Catches what works within one machine only, and a stop that the other one does not hear."""
+@pytest.mark.timeout(900)  # seconds: two imports of torch on a busy machine
+def test_two_machines_train_as_one_and_stop_together(
+    tmp_path: Path, wires: Wires, torchruns: Launchers
+) -> None:
+    """Catches code that only works within one machine, and a stop that the other machine misses."""
     job = write_job(tmp_path)
     machines = [
         torchruns.start(
@@ -130,7 +134,7 @@ def test_train_as_one_and_stop_together(tmp_path: Path, wires: Wires, torchruns:
     await_word("step=5", machines)
     machines[1].send_signal(signal.SIGTERM)
     machines[1].wait()
-    # The other torchrun waits for the one that is gone, 300 seconds: its rank has ended long since.
+    # The other torchrun waits 300 seconds for the one that was killed; its rank has ended.
     await_word("stopped after step", machines[:1])
     (run,) = run_folders(job)
     stopped = numbers(run)
@@ -144,7 +148,7 @@ def test_train_as_one_and_stop_together(tmp_path: Path, wires: Wires, torchruns:
 
 
 def _wait_for_store(port: int) -> None:
-    """Until a launcher serves the others at this port."""
+    """Wait until a launcher serves the others at this port."""
     while True:
         with suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=1):
             return
@@ -154,17 +158,17 @@ def _wait_for_store(port: int) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("killed", ["rank", "agent"])
-def test_a_death_on_one_machine_costs_nothing(tmp_path: Path, killed: str) -> None:
-    """Catches ranks that meet at the addresses of dead ones, and a step that is lost or repeated.
+def test_a_death_on_one_machine_loses_nothing(tmp_path: Path, killed: str) -> None:
+    """Catches ranks that connect to addresses of dead ones, and a step that is lost or repeated.
 
-    An agent that is started again finds the others by a variable: without it, torchrun 2.13 itself
-    waits for an address that nobody writes again.
+    A restarted agent finds the others by a variable: without it, torchrun 2.13 itself waits for an
+    address that is never written again.
     """
     job, agents = write_job(tmp_path), Launchers(tmp_path)
     port = free_port()
     meet = ["--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}", "--rdzv-id=job"]
     options = ["--nnodes=2", "--nproc-per-node=1", "--max-restarts=3", *meet]
-    # Steps are cheap: so many that the kill, after the first checkpoint, does not come too late.
+    # Many cheap steps, so that the kill after the first checkpoint comes before the end.
     words = ["--training.steps", "60", "--checkpoint.interval", "10"]
     env = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "01"[killed == "agent"]}
 
@@ -173,7 +177,8 @@ def test_a_death_on_one_machine_costs_nothing(tmp_path: Path, killed: str) -> No
 
     try:
         running = [start()]
-        _wait_for_store(port)  # who opens it first has it, and must not be the one that is killed
+        # the agent that opens the port first hosts the store, and must not be the killed one
+        _wait_for_store(port)
         running.append(start())
         while not (tmp_path / "out/job/latest/checkpoint/step_10").exists():
             said = [agents.said(number).read_text() for number in (0, 1)]

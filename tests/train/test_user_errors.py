@@ -1,4 +1,4 @@
-"""What a person sees when a run is stopped, or its data are wrong."""
+"""The messages that a user sees when a run is stopped, or its data are wrong."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from isp.metrics import read_metrics
 from tests.train.jobs import ROOT, run_forked, write_job
 
 
-def test_ctrl_c_saves_and_the_same_command_goes_on(tmp_path: Path) -> None:
-    """Catches a stop of the real command line that loses steps, or a resume that begins anew."""
+def test_ctrl_c_saves_and_the_same_command_resumes(tmp_path: Path) -> None:
+    """Catches a stop of the real command line that loses steps, and a resume that starts anew."""
     job = write_job(tmp_path)
     command = [sys.executable, "-u", "-m", "isp", "train", str(job), "--nproc", "2"]
     with subprocess.Popen(
@@ -37,7 +37,7 @@ def test_ctrl_c_saves_and_the_same_command_goes_on(tmp_path: Path) -> None:
             run.send_signal(signal.SIGINT)
             out, err = run.communicate(timeout=100)
         finally:
-            run.kill()  # its ranks follow
+            run.kill()  # its ranks end with it
     assert run.returncode == 128 + signal.SIGINT
     assert "run the same command again to resume" in out
     assert "Traceback" not in err
@@ -47,8 +47,8 @@ def test_ctrl_c_saves_and_the_same_command_goes_on(tmp_path: Path) -> None:
     assert [record.step for record in read_metrics(metrics)] == list(range(1, done + 3))
 
 
-def test_an_id_out_of_the_vocabulary_ends_the_run_in_a_line(tmp_path: Path) -> None:
-    """Catches an error that names nothing, and a check that costs a pass over the data."""
+def test_an_id_outside_the_vocabulary_is_reported_in_one_line(tmp_path: Path) -> None:
+    """Catches an error without file and position, and a check that needs a pass over the data."""
     job = write_job(tmp_path)
     with IndexedDatasetWriter(tmp_path / "corpus", dtype=token_dtype(272)) as writer:
         for document in range(12):

@@ -10,8 +10,10 @@ from isp.metrics import StepRecord, read_metrics
 from tests.train.jobs import run_folders, run_forked, write_job
 
 
-def test_each_source_of_a_mixture_is_evaluated_as_it_is_alone(tmp_path: Path) -> None:
-    """Catches samples of one source counted for another, or another number of them, in a layout."""
+def test_each_source_of_a_mixture_is_evaluated_as_alone(tmp_path: Path) -> None:
+    """Catches samples of one source counted for another, or a number of them that depends on
+    layout.
+    """
     job = write_job(tmp_path)
     for letter, count in (("a", 90), ("b", 40)):
         text = "".join(f"{letter} {letter * (i % 7)} {i}\n" for i in range(count))

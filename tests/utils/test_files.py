@@ -28,7 +28,7 @@ from isp.train.folder.run_folder import LaunchRecord, RunFolder
 from isp.utils.files import read_json, read_limited
 from tests.models.folders import write_job
 
-# -- what is read ------------------------------------------------------------------------------
+# -- readers -----------------------------------------------------------------------------------
 
 
 def _config(folder: Path) -> object:
@@ -68,7 +68,8 @@ READERS: dict[str, Callable[[Path], object]] = {
 PLACED: dict[str, Callable[[Path], object]] = {
     "pipe": os.mkfifo,
     "device": lambda path: path.symlink_to("/dev/zero"),
-    "endless": lambda path: (path.touch(), os.truncate(path, 2**40)),  # without a block on disk
+    # sparse: without a block on disk
+    "endless": lambda path: (path.touch(), os.truncate(path, 2**40)),
     "nested": lambda path: path.write_text('{"a": ' + "[" * 200_000 + "\n"),
 }
 
@@ -79,7 +80,7 @@ PLACED: dict[str, Callable[[Path], object]] = {
 def test_pipes_devices_and_endless_files_are_refused(
     tmp_path: Path, name: str, placed: str
 ) -> None:
-    """Catches a reader that waits for a pipe, takes all memory, or ends in a traceback."""
+    """Catches a reader that waits for a pipe, takes all memory, or ends with a traceback."""
     folder = tmp_path / "folder"
     folder.mkdir()
     PLACED[placed](folder / name)
@@ -93,7 +94,7 @@ def test_pipes_devices_and_endless_files_are_refused(
     assert len(said) < 1000
 
 
-def test_an_unreadable_launch_counts_as_none(tmp_path: Path) -> None:
+def test_an_unreadable_launch_file_counts_as_none(tmp_path: Path) -> None:
     """Catches a resume that waits for a pipe."""
     for number, place in enumerate(PLACED.values()):
         folder = tmp_path / str(number)
@@ -115,7 +116,7 @@ DATASET_FILES = ["../data.arrow", "/etc/hostname", "..", "", "a/b.arrow", 5, Non
 
 
 @pytest.mark.parametrize("name", DATASET_FILES)
-def test_a_dataset_names_only_files_of_its_folder(tmp_path: Path, name: object) -> None:
+def test_a_dataset_may_only_name_files_of_its_folder(tmp_path: Path, name: object) -> None:
     """Catches a downloaded dataset that trains on, or shows, any file of this machine."""
     (tmp_path / "data.arrow").write_bytes(b"")
     folder = tmp_path / "dataset"
@@ -126,7 +127,7 @@ def test_a_dataset_names_only_files_of_its_folder(tmp_path: Path, name: object) 
         open_datasets(DataConfig(source=str(folder), seq_len=8), seed=0)
 
 
-# -- what is written ---------------------------------------------------------------------------
+# -- writers -----------------------------------------------------------------------------------
 
 NAME = "2026-11-21_03-06-12"
 
@@ -175,13 +176,13 @@ WRITERS: dict[str, Callable[[RunFolder], object]] = {
 }
 """Functions that write each file of a run's folder, by its name."""
 REFUSED = {"metrics.jsonl", "logs/rank_0.log", "checkpoint/.lock"}
-"""Files that are appended to or locked: a link in their place is refused."""
+"""Files that are appended to or locked, for which a link is refused."""
 
 
 @pytest.mark.parametrize("there", [True, False])
 @pytest.mark.parametrize("name", WRITERS)
 def test_no_file_of_a_run_is_written_through_a_link(tmp_path: Path, name: str, there: bool) -> None:
-    """Catches a downloaded run that overwrites, or makes, a file elsewhere when it is resumed."""
+    """Catches a downloaded run that overwrites or creates a file elsewhere when it resumes."""
     run = RunFolder(tmp_path / "job" / NAME)
     run.checkpoint_folder.mkdir(parents=True)
     run.log_folder.mkdir()
@@ -200,8 +201,8 @@ def test_no_file_of_a_run_is_written_through_a_link(tmp_path: Path, name: str, t
 
 
 @pytest.mark.parametrize("name", ["metrics.jsonl", "logs/rank_0.log"])
-def test_a_resume_is_refused_before_it_writes(tmp_path: Path, name: str) -> None:
-    """Catches a link that is found only once all ranks have started."""
+def test_a_link_is_refused_before_ranks_start(tmp_path: Path, name: str) -> None:
+    """Catches a link that is only found after all ranks have started."""
     run = RunFolder(tmp_path / "job" / NAME)
     run.log_folder.mkdir(parents=True)
     for place, said in ((os.mkfifo, "a pipe"), (lambda p: p.symlink_to(tmp_path), "symbolic link")):
@@ -212,7 +213,7 @@ def test_a_resume_is_refused_before_it_writes(tmp_path: Path, name: str) -> None
 
 
 def test_a_folder_that_is_a_link_stays_allowed(tmp_path: Path) -> None:
-    """Catches a run on another disk that cannot be resumed."""
+    """Catches a run on another disk that cannot resume."""
     (tmp_path / "disk").mkdir()
     (tmp_path / NAME).symlink_to(tmp_path / "disk")
     run = RunFolder.reopen(tmp_path / NAME)

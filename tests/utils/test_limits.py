@@ -1,4 +1,4 @@
-"""Limits of foreign code: a computation without end, or that takes all memory, is one error."""
+"""Limits of foreign code: computation without end, or with unbounded memory, is one error."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ GROWING = [_grow, lambda: "a" * (2 * GIB), lambda: [0] * GIB]
 
 @pytest.mark.parametrize("code", FOREVER)
 def test_code_without_end_is_ended(code: Callable[[], object]) -> None:
-    """Catches a limit that a library's own `except` takes away, or that leaves a timer."""
+    """Catches a limit that a library's own `except` swallows, or that leaves a timer running."""
     before = signal.getsignal(signal.SIGALRM), resource.getrlimit(resource.RLIMIT_AS)
     begin = time.monotonic()
     fault = r"file\.json takes more than 0\.2 s"
@@ -70,7 +70,7 @@ def test_code_without_end_is_ended(code: Callable[[], object]) -> None:
 
 @pytest.mark.parametrize("code", GROWING)
 def test_code_that_grows_is_ended(code: Callable[[], object]) -> None:
-    """Catches a process that the system kills, with all of a run."""
+    """Catches a process, and with it the run, that the system kills for lack of memory."""
     fault = r"file\.json takes more than 0\.25 GiB of memory"
     limit = GIB // 4
     with pytest.raises(ValueError, match=fault), limited("file.json", seconds=60, most_bytes=limit):
@@ -79,8 +79,8 @@ def test_code_that_grows_is_ended(code: Callable[[], object]) -> None:
         check_in_child("file.json", code, seconds=60, most_bytes=limit)
 
 
-def test_a_thread_limits_nothing() -> None:
-    """Catches a limit of a reading thread by which the main thread's allocations fail."""
+def test_a_limit_in_a_thread_does_not_affect_other_threads() -> None:
+    """Catches a limit in a reader thread with which allocations of the main thread fail."""
     found = []
 
     def in_thread() -> None:
@@ -93,8 +93,8 @@ def test_a_thread_limits_nothing() -> None:
     assert found == [resource.getrlimit(resource.RLIMIT_AS)]
 
 
-def test_limits_nest_and_leave_an_earlier_timer() -> None:
-    """Catches an inner limit that ends the outer one, and a timer of the caller's that is lost."""
+def test_limits_nest_and_keep_an_earlier_timer() -> None:
+    """Catches an inner limit that removes the outer one, and a lost timer of the caller."""
     rung = []
     old_timer = signal.setitimer(signal.ITIMER_REAL, 0)
     old = signal.signal(signal.SIGALRM, lambda *_: rung.append(time.monotonic()))
@@ -113,7 +113,7 @@ def test_limits_nest_and_leave_an_earlier_timer() -> None:
 
 
 def test_the_error_of_a_child_is_raised() -> None:
-    """Catches an error that is lost or taken for a limit, and a child process that stays."""
+    """Catches an error that is lost or taken for a limit, and a child process that remains."""
     with pytest.raises(ValueError, match=r"^file\.json: no number$"):
         check_in_child("file.json", lambda: _raise("no number\nmore"), seconds=60, most_bytes=GIB)
     with pytest.raises(ValueError, match="GiB of memory"):
@@ -135,7 +135,7 @@ def _raise(text: str) -> None:
     raise RuntimeError(text)
 
 
-# -- the doors by which foreign code comes in --------------------------------------------------
+# -- inputs that contain foreign code ----------------------------------------------------------
 
 FOR, END = "{% for i in range(99999) %}" * 3, "{% endfor %}" * 3
 TEMPLATES = {
@@ -204,7 +204,7 @@ TOKENIZERS: dict[str, dict[str, object]] = {
 def test_a_tokenizer_is_tried_before_it_is_used(
     tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Catches a process that hangs in, or is aborted by, a library in another language."""
+    """Catches a process that hangs in, or is aborted by, a native library."""
     pytest.importorskip("tokenizers")
     monkeypatch.setattr(tokenizer, "_MOST_SECONDS", 10.0)
     monkeypatch.setattr(tokenizer, "_MOST_BYTES", GIB)
@@ -227,9 +227,9 @@ NO_UNKNOWN: dict[str, dict[str, object]] = {
 
 
 @pytest.mark.parametrize("kind", NO_UNKNOWN)
-def test_a_tokenizer_without_a_token_for_what_is_unknown(tmp_path: Path, kind: str) -> None:
-    """Catches a trial that asks of a tokenizer more than the texts that it is made for, and a
-    traceback for a text that it is not made for.
+def test_a_tokenizer_without_an_unknown_token_is_accepted(tmp_path: Path, kind: str) -> None:
+    """Catches a trial with texts that such a tokenizer cannot encode, and a traceback for a user's
+    text that it cannot encode.
     """
     pytest.importorskip("tokenizers")
     keys = ("single_word", "lstrip", "rstrip", "normalized")
@@ -274,7 +274,7 @@ def test_the_sizes_of_a_folder_are_limited(
 def test_the_pattern_of_an_adapter_is_limited(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Catches an adapter_config.json whose pattern of modules backtracks without end."""
+    """Catches an adapter_config.json whose module pattern backtracks without end."""
     pytest.importorskip("peft")
     monkeypatch.setattr(lora, "_MOST_SECONDS", 0.5)
     folder = write_folder(tmp_path / "model", "llama", weights=False)

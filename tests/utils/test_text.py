@@ -1,4 +1,4 @@
-"""Text for users: no credentials of URLs, no control characters, and lengths of time."""
+"""Text for users: no credentials in URLs, no control characters, and durations."""
 
 from __future__ import annotations
 
@@ -63,8 +63,8 @@ AS_THEY_ARE = (
 
 
 @pytest.mark.parametrize("url", URLS)
-def test_credentials_of_urls_are_left_out(url: str) -> None:
-    """Catches a kind of credential that is kept, and more of the text that is lost than that."""
+def test_credentials_in_urls_are_removed(url: str) -> None:
+    """Catches a kind of credential that remains, and other text that is removed."""
     expected = URLS[url]
     for before, after in (("", ""), ("'", "' cannot be read"), ("(\n", "\n)"), ('{"a": "', '"}')):
         assert redacted(f"{before}{url}{after}") == f"{before}{expected}{after}"
@@ -77,15 +77,15 @@ def test_credentials_of_urls_are_left_out(url: str) -> None:
 
 
 @pytest.mark.parametrize("text", AS_THEY_ARE)
-def test_other_text_stays(text: str) -> None:
-    """Catches a URL that is cut although nothing of it is secret."""
+def test_text_without_credentials_is_unchanged(text: str) -> None:
+    """Catches a URL that is shortened although nothing in it is secret."""
     assert shown(text) == text
 
 
 @pytest.mark.parametrize("part", ["a", "#", "?a=", "://", "&token=", ":", "=.", "://@"])
 @pytest.mark.timeout(20)
 def test_any_text_takes_linear_time(part: str) -> None:
-    """Catches a file name, or a line of a log, that takes hours to be printed."""
+    """Catches a file name, or a line of a log, that takes hours to print."""
     text = part * 300_000
     assert redacted(redacted(text)) == redacted(text)
     assert len(shown(f"https://a?token={text}")) > 0
@@ -111,14 +111,14 @@ KEPT = "tab\tand\nline, naïve 東京\u3000 👩\u200d💻 می\u200cخو \xa0 \
 
 @pytest.mark.parametrize("kind", OBEYED)
 def test_control_characters_are_escaped(kind: str) -> None:
-    """Catches a control character that passes; the rest of the text stays as it is."""
+    """Catches a control character that remains, and other text that is changed."""
     text = OBEYED[kind]
     assert printable(f"{KEPT}{text}{KEPT}") == f"{KEPT}{repr(text)[1:-1]}{KEPT}"
 
 
 def _logged(text: str, folder: Path, capsys: Any) -> str:
     with pytest.MonkeyPatch.context() as patch:
-        # pytest's own record of logs has the text as it is, which no report of a test can hold.
+        # pytest's log capture keeps the raw text, with which its reports would fail.
         patch.setattr(logging.getLogger(), "handlers", [])
         with run_logging(folder / "log", rank=0, terminal=sys.stdout):
             logging.getLogger("isp").info("%s", text)
@@ -162,10 +162,10 @@ LEAVES = {"log": _logged, "error": _reported, "print": _said, "env.json": _descr
 
 
 @pytest.mark.parametrize("way", LEAVES)
-def test_every_output_is_guarded(
+def test_every_output_is_escaped(
     way: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Catches output that does not pass through the function that guards it."""
+    """Catches output that does not pass through the function that escapes it."""
     text = " ".join([*URLS, *OBEYED.values()])
     found = LEAVES[way](text, tmp_path, capsys)
     assert "***" in found
@@ -184,8 +184,9 @@ def test_commands_print_through_one_function() -> None:
 def test_a_run_of_a_signed_url_resumes_with_another_signature(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Catches a signature that is kept anywhere, and a resume that takes another one for other
-    data, or the kept URL for a whole one."""
+    """Catches a signature that is saved anywhere, a resume that takes another signature for other
+    data, and one that uses the saved URL although it is incomplete.
+    """
     fsspec = pytest.importorskip("fsspec")
     from fsspec.implementations.memory import MemoryFileSystem
 
@@ -239,15 +240,15 @@ def test_a_run_of_a_signed_url_resumes_with_another_signature(
     ],
 )
 def test_durations_are_parsed(text: int | str, seconds: int) -> None:
-    """Catches fields taken for others, such as minutes for hours."""
+    """Catches swapped fields, such as minutes read as hours."""
     assert parse_duration(text) == seconds
 
 
 @pytest.mark.parametrize(
     "text", ["", "soon", "1h", "-5", 0, "0:00", "1:2:3:4", "1-2", "1-30:00", "1:90", "1:60:00", -1]
 )
-def test_other_durations_are_refused(text: int | str) -> None:
-    """Catches a typing error that is taken for another length."""
+def test_malformed_durations_are_refused(text: int | str) -> None:
+    """Catches a typing error that is read as another duration."""
     with pytest.raises(ValueError, match=r"must be|too large"):
         parse_duration(text)
 
@@ -263,7 +264,7 @@ def test_other_durations_are_refused(text: int | str) -> None:
     ],
 )
 def test_durations_are_formatted(seconds: float, text: str) -> None:
-    """Catches 60 seconds in a minute's place, and lengths that do not read back."""
+    """Catches 60 seconds in place of a minute, and durations that do not parse back."""
     assert format_duration(seconds) == text
     if seconds:
         assert parse_duration(text) == round(seconds)

@@ -1,4 +1,6 @@
-"""Rows, plans and what must come of them, for tests of attention over head and context ranks."""
+"""Rows, sequence splits and expected results, for tests of attention over head and context
+ranks.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,7 @@ STRADDLING = [5, 20, 1, 1, 14, 7]
 
 
 def random_plan(lengths: Sequence[int], sizes: Sequence[int], seed: int) -> SequenceSplit:
-    """Documents cut where it happens, and dealt out until each rank has its number of tokens."""
+    """Return a split of documents that are cut at random places; rank i has `sizes[i]` tokens."""
     draw = random.Random(seed)
     whole = []
     for document, length in enumerate(lengths):
@@ -52,7 +54,7 @@ def random_plan(lengths: Sequence[int], sizes: Sequence[int], seed: int) -> Sequ
 
 @dataclass(frozen=True, eq=False)
 class Case:
-    """A row, or rows that are alike, and how it is attended to."""
+    """One row, or a batch of equal rows, and the attention over it."""
 
     documents: list[int] | None = None
     heads: tuple[int, int] = (4, 2)
@@ -60,23 +62,23 @@ class Case:
     window: int | None = None
     causal: bool = True
     explicit: bool = False
-    """By `ExplicitAttention`, as with what follows."""
+    """Use `ExplicitAttention`, as is always done for softcap and sinks."""
     softcap: float | None = None
     sinks: bool = False
     value_size: int = 4
     seed: int | None = 0
-    """Of a random plan; None: the balanced one."""
+    """Seed of a random split; None: the balanced split."""
     sizes: tuple[int, ...] = ()
-    """Tokens of each rank; none: equally many."""
+    """Tokens of each rank; empty: equally many."""
     stripes: int | None = None
     ring: bool = False
     local: Callable[[], LocalAttention] = CpuAttention
     together: int = 1 << 40
-    """Bytes up to which q, k and v travel as one."""
+    """Up to this many bytes q, k and v are exchanged as one message."""
 
     @property
     def attention(self) -> LocalAttention:
-        """That of a device."""
+        """The local attention that one device would use."""
         if self.explicit or self.sinks or self.softcap is not None:
             return ExplicitAttention(scale=SCALE, softcap=self.softcap)
         return self.local()
@@ -97,7 +99,9 @@ class Case:
 
     @cached_property
     def solved(self) -> tuple[list[Tensor], Tensor, list[Tensor]]:
-        """q, k, v and perhaps sinks; the gradient of the output; the output and all gradients."""
+        """The inputs (q, k, v and perhaps sinks), the output's gradient, and the output with all
+        gradients.
+        """
         inputs, dout = random_inputs(self.batch, sum(self.lengths), *self.heads)
         inputs[2] = inputs[2].detach()[..., : self.value_size].clone().requires_grad_()
         dout = dout[..., : self.value_size].contiguous()
@@ -111,21 +115,23 @@ class Case:
         return inputs, dout, [out.detach(), *torch.autograd.grad(out, inputs, dout)]
 
     def result(self, attention: LocalAttention, leaves: list[Tensor], dout: Tensor) -> list[Tensor]:
-        """The output and all gradients by `attention`."""
+        """Return the output and all gradients that `attention` computes from `leaves`."""
         sinks = {"sinks": leaves[3]} if self.sinks else {}
         out = attention(*leaves[:3], mask=self.mask, **sinks)
         return [out.detach(), *torch.autograd.grad(out, leaves, dout)]
 
 
 class Channels(NamedTuple):
-    """Of the heads and of the contexts."""
+    """The channels of the head group and the context group."""
 
     head: Channel
     context: Channel
 
     @classmethod
     def of(cls, h: int, c: int) -> Channels | None:
-        """The groups of the first h c ranks: rank i h + j is context rank i and head rank j."""
+        """Return the channels of the first h c ranks: rank i h + j is context rank i and head rank
+        j.
+        """
         rank, mine = dist.get_rank(), []
         of_heads = [[i * h + j for j in range(h)] for i in range(c)]
         of_contexts = [[i * h + j for i in range(c)] for j in range(h)]
@@ -138,7 +144,7 @@ class Channels(NamedTuple):
 
 
 def own_tokens(plan: SequenceSplit, channels: Channels) -> Tensor:
-    """The places in the row of this rank's tokens."""
+    """Return the positions in the row of this rank's tokens."""
     tokens = torch.cat([_places(plan, s) for s in plan.slices[channels.context.rank]] or [_NONE])
     return tokens.chunk(channels.head.size)[channels.head.rank]
 
@@ -152,7 +158,9 @@ def _places(plan: SequenceSplit, piece: Slice) -> Tensor:
 
 
 def keys_sent(case: Case, num_ranks: int) -> list[tuple[int, int]]:
-    """Keys that each context rank has to send and to receive, by what each of its tokens sees."""
+    """Return the keys that each context rank must send and receive, given what its tokens attend
+    to.
+    """
     plan = case.split_of(case.lengths, num_ranks)
     starts = [sum(plan.lengths[:i]) for i in range(len(plan.lengths))]
     held = [{int(t) for s in of_rank for t in _places(plan, s)} for of_rank in plan.slices]
@@ -173,14 +181,14 @@ def keys_sent(case: Case, num_ranks: int) -> list[tuple[int, int]]:
 
 
 def make_attention(case: Case, channels: Channels) -> DistributedAttention:
-    """The attention that the case asks for."""
+    """Return the distributed attention for `case`."""
     options = {"stripes": case.stripes, "ring": case.ring, "split_of": case.split_of}
     inner = ContextAttention(case.attention, channels.context, (), **options)
     return DistributedAttention(inner, channels.head, together_below_bytes=case.together)
 
 
 def leaves_of(case: Case, channels: Channels) -> tuple[list[Tensor], Tensor, list[Tensor]]:
-    """This rank's part of `Case.solved`, as leaves; sinks and their gradient are whole."""
+    """Return this rank's part of `Case.solved` as leaves; sinks and their gradient are whole."""
     inputs, dout, expected = case.solved
     tokens = own_tokens(case.split_of(case.lengths, channels.context.size), channels)
     leaves = [x.detach()[:, tokens].clone().requires_grad_() for x in inputs[:3]]
@@ -189,7 +197,9 @@ def leaves_of(case: Case, channels: Channels) -> tuple[list[Tensor], Tensor, lis
 
 
 def result_of(case: Case, channels: Channels) -> list[Tensor]:
-    """The output and all gradients of this rank; those of sinks are summed over the ranks."""
+    """Return the output and all gradients on this rank; gradients of sinks are summed over the
+    ranks.
+    """
     leaves, dout, _ = leaves_of(case, channels)
     found = case.result(make_attention(case, channels), leaves, dout)
     for grad in found[4:]:
@@ -201,7 +211,7 @@ def result_of(case: Case, channels: Channels) -> list[Tensor]:
 def wrong_on_ranks(
     rank: int, plans: list[tuple[tuple[int, int], dict[str, Case]]], tolerance: float
 ) -> list[str]:
-    """What is wrong with cases on splits into h x c ranks."""
+    """Return the errors of cases on splits into h head ranks x c context ranks."""
     wrong = []
     for split, cases in plans:
         channels = Channels.of(*split)
@@ -231,5 +241,5 @@ def _wrong(name: str, case: Case, channels: Channels, tolerance: float) -> list[
 
 
 def error_of(found: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
-    """The largest difference in norm; not a number where any is none."""
+    """Return the largest difference in norm, or NaN if any difference is NaN."""
     return max(float((a - b).norm()) for a, b in zip(found, expected, strict=True))

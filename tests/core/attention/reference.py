@@ -1,4 +1,4 @@
-"""Attention written out in full, document by document: what everything else is compared with."""
+"""Attention written out in full for each document: the reference for all other attention."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Result = tuple[Tensor, Tensor, Tensor, Tensor]
 def make_mask(
     documents: list[int] | None, causal: bool = True, window: int | None = None, batch: int = 1
 ) -> AttentionMask:
-    """A mask of the same documents in each row; None: every row is one document."""
+    """Return a mask with the same documents in each row; None: each row is one document."""
     if documents is None:
         return AttentionMask(causal=causal, window=window)
     return AttentionMask.of_documents(documents * batch, causal=causal, window=window)
@@ -33,7 +33,9 @@ def attend(
     softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """q [B, Sq, H, d], k [B, Sk, K, d], v [B, Sk, K, e] -> [B, Sq, H, e], by the definition."""
+    """Compute attention by its definition: q [B, Sq, H, d], k [B, Sk, K, d], v [B, Sk, K, e] -> [B,
+    Sq, H, e].
+    """
     query_sizes, key_sizes = ([x.shape[1]] * x.shape[0] for x in (q, k))
     if mask.cu_seqlens is not None:
         query_sizes = key_sizes = mask.cu_seqlens.diff().tolist()
@@ -61,7 +63,9 @@ def attend(
 
 @lru_cache
 def visible(num_queries: int, num_keys: int, causal: bool, window: int | None) -> Tensor:
-    """[queries, keys], True where seen, the last query aligned with the last key."""
+    """Return [queries, keys], True where a query sees a key; the last query aligns with the last
+    key.
+    """
     i, j = torch.arange(num_queries)[:, None], torch.arange(num_keys)
     distance = i + num_keys - num_queries - j  # how far back the key is
     near = distance.abs() < (num_queries + num_keys if window is None else window)
@@ -69,7 +73,7 @@ def visible(num_queries: int, num_keys: int, causal: bool, window: int | None) -
 
 
 def with_gradients(out: Tensor, inputs: list[Tensor], dout: Tensor) -> Result:
-    """The output, detached, and the gradients of the three inputs."""
+    """Return the detached output and the gradients of the three inputs."""
     grads = torch.autograd.grad(out, inputs, dout)
     return out.detach(), *grads
 
@@ -86,7 +90,7 @@ def random_inputs(
     seed: int = 0,
     device: str = "cpu",
 ) -> tuple[list[Tensor], Tensor]:
-    """q, k and v as leaves, and a gradient of the output."""
+    """Return q, k and v as leaves, and a gradient of the output."""
     generator = torch.Generator().manual_seed(seed)
     shapes = [
         (batch, length, heads, head_dim),
@@ -99,7 +103,9 @@ def random_inputs(
 
 
 def largest_error(attention: Any, inputs: list[Tensor], dout: Tensor, mask: Any) -> float:
-    """Of the output and of every gradient, against attention written out in full."""
+    """Return the largest error of the output and of all gradients against the written-out
+    attention.
+    """
     expected = with_gradients(attend(*inputs, mask), inputs, dout)
     result = with_gradients(attention(*inputs, mask=mask), inputs, dout)
     assert all(torch.isfinite(x).all() for x in result)

@@ -1,4 +1,4 @@
-"""The choice of a backend of local attention, and the arguments that packages get."""
+"""The choice of a backend for local attention, and the arguments that its package gets."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ CPU = torch.device("cpu")
 TOLERANCE = 1e-12
 
 
-def test_choice_on_cpu_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
-    """Catches a choice that the user never learns of."""
+def test_the_choice_on_cpu_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    """Catches a choice that is not logged."""
     with caplog.at_level(logging.INFO, logger="isp.core.attention.local"):
         attention = make_local_attention(device=torch.device("cpu"), dtype=torch.float32)
     assert isinstance(attention, CpuAttention)
@@ -47,8 +47,8 @@ def test_choice_on_cpu_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
 
 
 @pytest.mark.parametrize("backend", ["flash2", "flash3", "flash4", "varlen", "cudnn"])
-def test_forced_gpu_backend_on_cpu_is_refused(backend: str) -> None:
-    """Catches a forced backend that is replaced in silence."""
+def test_a_configured_gpu_backend_is_refused_on_cpu(backend: str) -> None:
+    """Catches a configured backend that is silently replaced."""
     with pytest.raises(ValueError, match=f"attention_backend={backend} needs .* use .*sdpa"):
         make_local_attention(
             AttentionBackend(backend), device=torch.device("cpu"), dtype=torch.bfloat16
@@ -56,17 +56,17 @@ def test_forced_gpu_backend_on_cpu_is_refused(backend: str) -> None:
 
 
 def _half_installed(folder: Path, error: str) -> None:
-    """A flash_attn whose compiled part does not load, as after an upgrade of torch."""
+    """Install a flash_attn whose compiled part does not load, as after an upgrade of torch."""
     package = folder / "flash_attn"
     package.mkdir()
     (package / "__init__.py").write_text(f"raise {error}('undefined symbol')\n")
 
 
 @pytest.mark.parametrize("error", ["ImportError", "OSError"])
-def test_half_installed_package_counts_as_missing(
+def test_a_package_that_does_not_load_counts_as_missing(
     error: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Catches a probe that only asks whether the package can be found."""
+    """Catches a check that only looks for the package and does not import it."""
     _half_installed(tmp_path, error)
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(ValueError, match=r"flash2 .*not there: undefined symbol\): pip install"):
@@ -96,7 +96,7 @@ _PACKED = """CpuAttention()(
 
 
 def _installed(folder: Path, module: str, **parts: str) -> None:
-    """A flash-attn package whose functions return the expressions `parts`, computed on the CPU."""
+    """Install a flash-attn whose functions evaluate the expressions `parts` on the CPU."""
     path = folder.joinpath(*module.split(".")).with_suffix(".py")
     path.parent.mkdir(parents=True, exist_ok=True)
     (path.parent / "__init__.py").touch()
@@ -111,10 +111,10 @@ def _installed(folder: Path, module: str, **parts: str) -> None:
         (f"{_PACKED}.no_kernel()", "AttributeError: 'Tensor' object has no attribute 'no_kernel'"),
     ],
 )
-def test_a_backend_is_tried_out(
+def test_a_backend_is_tried_forward_and_backward(
     packed: str, fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Catches a package that can be imported, and then cannot go forward or backward."""
+    """Catches a package that can be imported but fails in its forward or backward."""
     _installed(tmp_path, "isp_test_flash", packed=packed)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setitem(_KINDS, AttentionBackend.FLASH4, partial(FlashAttention, "isp_test_flash"))
@@ -124,8 +124,8 @@ def test_a_backend_is_tried_out(
 
 
 @pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad])
-def test_a_backend_is_tried_out_where_text_is_generated(mode: Callable[[], Any]) -> None:
-    """Catches backends that all count as missing, as no backward runs in inference."""
+def test_a_backend_is_tried_in_inference_mode(mode: Callable[[], Any]) -> None:
+    """Catches backends that all count as missing because no backward runs in inference mode."""
 
     def attend(*qkv: Tensor, mask: AttentionMask) -> Tensor:
         assert not mask.cu_seqlens_on(CPU)[0].is_inference()  # kernels save it for backward
@@ -139,7 +139,7 @@ def test_a_backend_is_tried_out_where_text_is_generated(mode: Callable[[], Any])
 def test_deterministic_algorithms_reach_the_packages(
     keywords: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Catches a run with training.deterministic whose attention adds up in any order."""
+    """Catches a run with training.deterministic whose attention sums in any order."""
     packed = f"{_PACKED} * (2 if deterministic else 1)" if keywords else _PACKED
     _installed(tmp_path, "isp_test_flash", keywords=keywords, packed=packed)
     monkeypatch.syspath_prepend(tmp_path)
@@ -164,7 +164,7 @@ def _flash2(
     softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0, alibi_slopes=None,
     deterministic=False, return_attn_probs=False, block_table=None,
 ):  # type: ignore[no-untyped-def]  # fmt: skip
-    """flash_attn 2.8."""
+    """Install a stand-in for flash_attn 2.8."""
     return (q, causal, window_size, softcap, deterministic)
 
 
@@ -174,7 +174,9 @@ def _flash3(
     v_descale=None, window_size=(-1, -1), attention_chunk=0, softcap=0.0, num_splits=1,
     pack_gqa=None, deterministic=False, sm_margin=0, return_attn_probs=False,
 ):  # type: ignore[no-untyped-def]  # fmt: skip
-    """hopper/flash_attn_interface.py; its forward adds up in one order while num_splits is 1."""
+    """Install a stand-in for hopper/flash_attn_interface.py, deterministic only with
+    num_splits=1.
+    """
     return (q, causal, window_size, softcap, deterministic)
 
 
@@ -184,17 +186,17 @@ def _flash4(
     window_size=(None, None), learnable_sink=None, softcap=0.0, num_splits=1, pack_gqa=None,
     deterministic=False, score_mod=None, aux_tensors=None, return_lse=False,
 ):  # type: ignore[no-untyped-def]  # fmt: skip
-    """flash_attn/cute/interface.py."""
+    """Install a stand-in for flash_attn/cute/interface.py."""
     return (q, causal, window_size, softcap, deterministic)
 
 
 @pytest.mark.parametrize("function", [_flash2, _flash3, _flash4])
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("deterministic", [False, True])
-def test_the_packages_own_signatures(
+def test_calls_match_the_signatures_of_the_packages(
     function: Callable[..., Any], packed: bool, deterministic: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Catches a keyword that a package does not know, and one that says another thing there."""
+    """Catches a keyword that a package lacks, and one that has another meaning there."""
     calls: list[tuple[Any, ...]] = []
 
     def attend(*args: Any, **kwargs: Any) -> tuple[Tensor, None]:
@@ -223,10 +225,10 @@ def test_the_packages_own_signatures(
     ]
 
 
-def test_packages_are_given_the_keys_of_each_document(
+def test_packages_receive_the_key_lengths_of_documents(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Catches the lengths of queries, or the longest of them, given for those of keys."""
+    """Catches the lengths of queries, or the longest of them, passed as those of keys."""
     longest = "(1 if (max_seqlen_q, max_seqlen_k) == (5, 9) else 0)"
     _installed(tmp_path, "isp_test_flash_keys", packed=f"{_PACKED} * {longest}")
     monkeypatch.syspath_prepend(tmp_path)
@@ -252,9 +254,9 @@ def test_packages_are_given_the_keys_of_each_document(
 
 @pytest.fixture
 def trials(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """Sets the milliseconds of each backend that runs on a device of some capability.
+    """Return a function that sets the milliseconds of each backend on a device of some capability.
 
-    One number, or those of equal documents and of packed rows.
+    A backend has one number, or one for equal documents and one for packed rows.
     """
 
     def set_trials(capability: tuple[int, int], **times: float | tuple[float, float]) -> None:
@@ -283,7 +285,7 @@ HOPPER = Place(torch.device("cuda"), torch.bfloat16, 64, 4)
         ((9, 0), {}, "sdpa", "sdpa"),
     ],
 )
-def test_automatic_choice(
+def test_the_fastest_backend_is_chosen(
     capability: tuple[int, int],
     times: dict[str, float],
     expected: str,
@@ -291,8 +293,9 @@ def test_automatic_choice(
     trials: Callable[..., None],
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """Catches the first that runs taken for the fastest, noise that decides between equals, and a
-    run with deterministic kernels in which a clock decides what computes."""
+    """Catches the first backend that runs taken for the fastest, noise that decides between equal
+    times, and a deterministic run in which timing decides which kernel computes.
+    """
     trials(capability, **times)
     with caplog.at_level(logging.INFO, logger="isp.core.attention.local"):
         assert _choose_backend(HOPPER, Channel.solo()) == (expected, expected)
@@ -308,10 +311,12 @@ def test_automatic_choice(
         torch.use_deterministic_algorithms(False)
 
 
-def test_each_kind_of_rows_has_its_choice(
+def test_packed_rows_and_single_documents_choose_separately(
     trials: Callable[..., None], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Catches cuDNN that loses on packed rows, and is then not used for rows of one document."""
+    """Catches cuDNN that is slower on packed rows and is then not used for single documents
+    either.
+    """
     trials((9, 0), varlen=(4.0, 4.2), sdpa=(2.0, 90.0))
     with caplog.at_level(logging.INFO, logger="isp.core.attention.local"):
         found = make_local_attention(device=HOPPER.device, dtype=HOPPER.dtype, scale=0.5)
@@ -324,7 +329,8 @@ def test_each_kind_of_rows_has_its_choice(
     assert "varlen 4.00 / 4.20, sdpa 2.00 / 90.00" in record.message
     forced = make_local_attention(AttentionBackend.SDPA, device=HOPPER.device, dtype=HOPPER.dtype)
     assert isinstance(forced, SdpaAttention)
-    trials((9, 0), varlen=(4.0, 4.2), sdpa=(4.1, 90.0))  # as close as noise: one for both
+    # the difference is noise: one backend for both
+    trials((9, 0), varlen=(4.0, 4.2), sdpa=(4.1, 90.0))
     alone = make_local_attention(device=HOPPER.device, dtype=HOPPER.dtype)
     assert isinstance(alone, VarlenAttention)
 
@@ -353,8 +359,10 @@ def _noting(kinds: list[str], kind: str) -> LocalAttention:
         (AttentionMask.of_documents([12, 12], [15, 15]), 30, "packed 1 x 24"),
     ],
 )
-def test_rows_go_to_what_was_chosen_for_them(mask: AttentionMask, keys: int, expected: str) -> None:
-    """Catches documents that are joined or torn where they become rows, and a mask that is lost."""
+def test_rows_use_the_backend_chosen_for_their_kind(
+    mask: AttentionMask, keys: int, expected: str
+) -> None:
+    """Catches documents that are joined or split on the way to a backend, and a lost mask."""
     kinds: list[str] = []
     attention = AttentionByRows(_noting(kinds, "equal"), _noting(kinds, "packed"), scale=None)
     inputs, dout = random_inputs(2 if mask.cu_seqlens_k is None else 1, 24, 4, 2, keys=keys)
@@ -362,18 +370,18 @@ def test_rows_go_to_what_was_chosen_for_them(mask: AttentionMask, keys: int, exp
     assert kinds == [expected]
 
 
-def test_documents_must_be_those_of_the_rows() -> None:
-    """Catches rows that are cut up by the documents of another micro-batch."""
+def test_documents_of_other_rows_are_refused() -> None:
+    """Catches rows that are split by the documents of another micro-batch."""
     attention = AttentionByRows(CpuAttention(), CpuAttention(), scale=None)
     (q, k, v), _ = random_inputs(1, 24, 2, 2)
     with pytest.raises(ValueError, match="must rise from 0 to the 24 tokens"):
         attention(q, k, v, mask=make_mask([6, 6]))
 
 
-def test_a_backend_that_fails_at_length_is_left_out(
+def test_a_backend_that_fails_at_the_length_of_a_run_is_not_chosen(
     trials: Callable[..., None], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Catches a rank that ends here, for which all others would wait."""
+    """Catches an error that ends one rank while all others wait for it."""
     trials((8, 0), flash2=1.0, sdpa=2.0)
 
     def milliseconds(backend: AttentionBackend, place: Place) -> _ByRows[float]:
@@ -388,7 +396,7 @@ def test_a_backend_that_fails_at_length_is_left_out(
 
 
 class _Slower(Channel):
-    """All ranks, of which another finds flash3 missing and flash4 slow."""
+    """All ranks, one of which lacks flash3 and runs flash4 slowly."""
 
     def __init__(self) -> None:
         super().__init__(None)
@@ -403,7 +411,7 @@ class _Slower(Channel):
 def test_the_slowest_rank_decides(
     trials: Callable[..., None], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Catches ranks that choose each for itself."""
+    """Catches ranks that each choose a backend of their own."""
     trials((9, 0), flash3=1.0, flash4=2.0, varlen=3.0, sdpa=4.0)
     with caplog.at_level(logging.INFO, logger="isp.core.attention.local"):
         assert _choose_backend(HOPPER, _Slower()) == ("varlen", "varlen")
@@ -412,8 +420,8 @@ def test_the_slowest_rank_decides(
 
 
 @pytest.mark.parametrize("knows", [False, True])
-def test_options_for_each_signature_of_varlen(knows: bool) -> None:
-    """Catches a keyword that some torch does not know: `enable_gqa` came with 2.12."""
+def test_options_follow_the_signature_of_varlen_attention(knows: bool) -> None:
+    """Catches a keyword that some version of torch lacks: `enable_gqa` came with 2.12."""
     gqa = {"enable_gqa": True} if knows else {}
     attention = VarlenAttention(scale=0.5)
     attention._parameters = frozenset(gqa)
@@ -424,8 +432,8 @@ def test_options_for_each_signature_of_varlen(knows: bool) -> None:
         assert found == {"scale": 0.5, "window_size": window}
 
 
-def test_varlen_is_flash_attention() -> None:
-    """Catches cuDNN's kernel, which torch 2.15 prefers, and ISP refuses to deterministic runs."""
+def test_varlen_attention_uses_flash_attention() -> None:
+    """Catches the cuDNN kernel, which torch 2.15 prefers and deterministic runs refuse."""
     attention, allowed = VarlenAttention(), list[tuple[bool, bool]]()
 
     def attend(q: Tensor, *_: Any, **__: Any) -> Tensor:
@@ -440,8 +448,8 @@ def test_varlen_is_flash_attention() -> None:
 
 
 @pytest.mark.gpu
-def test_gpu_choice() -> None:
-    """Catches a backend that is timed on nothing, or by a clock that the device does not see."""
+def test_a_backend_is_chosen_on_a_gpu() -> None:
+    """Catches a backend that is timed on empty work, or by a clock that does not see the device."""
     place = Place(torch.device("cuda"), torch.bfloat16, 128, 4)
     there = [b for b in local.fastest_first(*place[:2]) if not _fault_on(b, place)]
     times = {backend: local._milliseconds(backend, place) for backend in there}

@@ -1,4 +1,6 @@
-"""`ContextAttention` inside `DistributedAttention`, on 2 to 8 ranks, against whole rows on one."""
+"""`ContextAttention` inside `DistributedAttention`, on 2 to 8 ranks, against whole rows on one
+rank.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,7 @@ EVERYWHERE = {
     "balanced": Case(STRADDLING, seed=None),
     "in a ring": Case(STRADDLING, ring=True),
 }
-"""On every split of 2 to 8 ranks."""
+"""Cases for every split of 2 to 8 ranks."""
 
 SPLITS = [(h, n // h) for n in (2, 4, 6, 8) for h in (1, 2, 3, 4) if n % h == 0 and n // h > 1]
 
@@ -60,7 +62,7 @@ FEW = {
     "stripes": Case(STRADDLING, heads=(8, 4), stripes=4),
     "uneven stripes": Case([31, 17], heads=(6, 3), stripes=2),
 }
-"""On 2 x 4 ranks."""
+"""Cases for 2 x 4 ranks."""
 
 UNEVEN = {
     "uneven": Case(STRADDLING, sizes=(7, 20, 1, 20), stripes=2),
@@ -79,7 +81,7 @@ UNEVEN = {
         for seed in range(1, 13)
     },
 }
-"""On 4 context ranks."""
+"""Cases for 4 context ranks."""
 
 
 def _in_a_ring(cases: dict[str, Case]) -> dict[str, Case]:
@@ -90,9 +92,9 @@ def _in_a_ring(cases: dict[str, Case]) -> dict[str, Case]:
     }
 
 
-def test_every_split_attends_as_one_process() -> None:
-    """Catches a key that is missing or is seen too often or too soon, one that is sent and not
-    needed, a lost gradient, a sum in the order of arrival, a rank that waits for an empty one.
+def test_every_split_computes_the_attention_of_one_process() -> None:
+    """Catches a key that is missing, or seen twice or by an earlier query; keys sent without need;
+    a lost gradient; sums in the order of arrival; and a rank that waits for one without tokens.
     """
     plans = [
         *((split, EVERYWHERE) for split in SPLITS),
@@ -106,7 +108,7 @@ def test_every_split_attends_as_one_process() -> None:
 
 
 class _Inside(torch.autograd.Function):
-    """Attention whose backward computes it again and differentiates inside of it."""
+    """Attention whose backward recomputes it and differentiates inside of that backward."""
 
     @staticmethod
     def forward(ctx: Any, attend: Any, *inputs: Tensor) -> Tensor:
@@ -157,8 +159,8 @@ def _on_other_ways(rank: int, case: Case) -> dict[str, bool]:
 
 
 @pytest.mark.parametrize("ring", [False, True])
-def test_gradients_by_every_way(ring: bool) -> None:
-    """Catches a transfer that some ways back do not take, for which other ranks then wait."""
+def test_every_kind_of_backward_gives_the_same_gradients(ring: bool) -> None:
+    """Catches a transfer that some backward passes skip and for which other ranks then wait."""
     case = Case(STRADDLING, heads=(8, 4), stripes=2, ring=ring)
     for results in run_ranks(4, _on_other_ways, case):
         assert results == dict.fromkeys(results, True)
@@ -183,9 +185,9 @@ def _launches(rank: int) -> dict[str, list[str]]:
     return seen
 
 
-def test_the_next_stripe_travels_while_one_is_attended_to() -> None:
-    """Catches a stripe that sets off when the one before has been computed, and a row of whole
-    documents that has anything sent.
+def test_the_next_stripe_is_gathered_during_the_attention_of_one() -> None:
+    """Catches a stripe that is sent only after the previous one is computed, and transfers for a
+    row whose documents are whole on each rank.
     """
     for seen in run_ranks(2, _launches):
         kv = [f"attention.kv.{i}" for i in range(3)]
@@ -205,8 +207,8 @@ def _kept(rank: int) -> list[int]:
     return found
 
 
-def test_keys_beside_queries_are_not_kept() -> None:
-    """Catches views of one memory, as a projection gives them, of which only a part is needed."""
+def test_views_of_a_projection_keep_no_more_than_separate_tensors() -> None:
+    """Catches q and k saved as views of one projection, which keep its whole memory alive."""
     for gather, gather_views, ring, ring_views in run_ranks(2, _kept):
         assert (gather, ring) == (gather_views, ring_views)
 
@@ -223,15 +225,17 @@ def _refusals(rank: int) -> list[str]:
     return messages
 
 
-def test_tokens_of_another_plan_are_refused() -> None:
-    """Catches tokens in the order of the row, and a window that would be cut at its far side."""
+def test_tokens_that_do_not_fit_the_split_are_refused() -> None:
+    """Catches tokens in the order of the row, and a two-sided window, whose far side would
+    be cut.
+    """
     tokens, window = run_ranks(2, _refusals)[0]
     assert "context rank 0 of 2 has 5 tokens by the split, got 1 x 6" in tokens
     assert "window=3 without causal order" in window
 
 
-def test_one_rank_calls_local_attention_alone() -> None:
-    """Catches a plan, a copy or a transfer of a rank that has all keys."""
+def test_one_context_rank_only_calls_local_attention() -> None:
+    """Catches a route, a copy or a transfer on a rank that has all keys."""
     (q, k, v), _ = random_inputs(2, 6, 2, 1)
     given = []
 

@@ -1,4 +1,4 @@
-"""`DistributedAttention` on 2 and 4 ranks against whole sequences on one process."""
+"""`DistributedAttention` on 2 and 4 ranks against whole sequences in one process."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ OF_MASKS = {
         ((7, 7), (6, 3)), (1, 2), PACKINGS, MASKS
     )
 }
-"""With heads that a rank lacks or shares."""
+"""Cases with heads that a rank lacks or shares."""
 
 
 def _channel() -> Channel:
@@ -51,9 +51,10 @@ def _shards(inputs: list[Tensor], channel: Channel) -> list[Tensor]:
     return [_part(x.detach(), channel).clone().requires_grad_() for x in inputs]
 
 
-def test_grid_of_heads_packings_and_masks() -> None:
-    """Catches a head on the wrong rank, a lost KV gradient, a document that sees its neighbour, and
-    a rank without heads whose backward never joins k's and v's transfer: a hang."""
+def test_ranks_compute_the_attention_of_one_process() -> None:
+    """Catches a head on the wrong rank, a lost KV gradient, attention across documents, and a rank
+    without heads whose backward never joins the transfers of k and v: a hang.
+    """
     grid = OF_HEADS | OF_MASKS
     apart = {name: replace(case, together=0) for name, case in OF_HEADS.items()}
     plans = [((2, 1), grid | apart), ((4, 1), grid), ((4, 1), apart)]
@@ -80,8 +81,8 @@ def _run_forms(rank: int, packed: Case, grouped: Case) -> list[bool]:
     return same
 
 
-def test_every_form_gives_the_same_bits() -> None:
-    """Catches a form that swaps k and v."""
+def test_every_way_to_pass_q_k_v_gives_the_same_bits() -> None:
+    """Catches a call with packed q, k and v that swaps k and v."""
     cases = Case(DOCUMENTS, (7, 7), 2), Case(DOCUMENTS, (6, 2))
     for same in run_ranks(4, _run_forms, *cases):
         assert same == [True] * 3
@@ -100,8 +101,10 @@ def _count_transfers(
 
 @pytest.mark.parametrize("heads", [(4, 4), (8, 2), (7, 1)])
 @pytest.mark.parametrize("world", [2, 4])
-def test_messages_and_bytes(heads: tuple[int, int], world: int) -> None:
-    """Catches more messages than tensors, and KV heads that are sent where nobody looks at them."""
+def test_each_tensor_is_one_message_of_the_heads_that_are_read(
+    heads: tuple[int, int], world: int
+) -> None:
+    """Catches more messages than tensors, and KV heads sent to ranks that do not read them."""
     case = Case([LENGTH], heads)
     plan = HeadSplit.of(*heads, world)
     head_bytes = LENGTH // world * 4 * 8  # of a rank's tokens, in float64
@@ -110,7 +113,7 @@ def test_messages_and_bytes(heads: tuple[int, int], world: int) -> None:
         return head_bytes * sum(len(deal[to]) for to in range(world) if to != rank)
 
     for rank, transfers in enumerate(run_ranks(world, _count_transfers, world, case, 0)):
-        # back, a rank sends what it has of the heads, to every other rank its tokens
+        # back: a rank sends its heads, to each other rank that rank's tokens
         back_q = head_bytes * len(plan.query[rank]) * (world - 1)
         back_kv = head_bytes * len(plan.kv[rank]) * (world - 1)
         query, kv = sent(rank, plan.query), sent(rank, plan.kv)
@@ -134,8 +137,8 @@ def test_messages_and_bytes(heads: tuple[int, int], world: int) -> None:
         assert transfers[0][2] == sent(rank, plan.query) + 2 * sent(rank, plan.kv)
 
 
-def test_size_one_calls_local_attention_alone() -> None:
-    """Catches a world of one that copies, logs or goes another way."""
+def test_a_group_of_one_only_calls_local_attention() -> None:
+    """Catches a group of one rank that copies, logs or takes another code path."""
     channel = Channel.solo()
     channel.log.collect()
     seen = []
@@ -175,8 +178,8 @@ def _run_again(rank: int, case: Case) -> bool:
     return all(x.isfinite().all() for x in case.result(attention, shards, _part(dout, channel)))
 
 
-def test_trains_after_inference() -> None:
-    """Catches an index kept of an evaluation in inference mode, of which there is no backward."""
+def test_training_works_after_inference_mode() -> None:
+    """Catches a cached index made in inference mode, which has no backward."""
     assert run_ranks(2, _run_again, Case([6, 12, 6], (6, 3))) == [True] * 2
 
 
@@ -191,6 +194,6 @@ def _run_wrong_heads(rank: int, world: int) -> str:
 
 
 def test_heads_that_cannot_be_grouped_are_refused() -> None:
-    """Catches a KV head that is shared unevenly, which would attend with the wrong one."""
+    """Catches KV heads that are shared unevenly, so that a query would use the wrong one."""
     for message in run_ranks(2, _run_wrong_heads, 2):
         assert "num_kv_heads=3 must divide num_heads=4" in message

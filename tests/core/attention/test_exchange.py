@@ -1,4 +1,4 @@
-"""The all-to-all itself against slicing one tensor."""
+"""The all-to-all exchanges of attention, against slices of one tensor."""
 
 from __future__ import annotations
 
@@ -48,8 +48,9 @@ def _run_shapes(rank: int, world: int) -> list[bool]:
 
 @pytest.mark.parametrize("world", [1, 2, 4])
 def test_scatter_and_gather_any_two_dims(world: int) -> None:
-    """Catches swapped dims, a batch that is mixed up, more than one message a tensor, and a
-    gradient that is sent as it lies where it is one number, expanded."""
+    """Catches swapped dims, mixed batches, more than one message a tensor, and the gradient of a
+    sum, which is one number expanded, sent without being made contiguous.
+    """
     for good in run_ranks(world, _run_shapes, world):
         assert good == [True] * 5 * len(SHAPES)
 
@@ -69,14 +70,14 @@ def _run_sp2hp(rank: int, world: int) -> list[bool]:
 
 
 @pytest.mark.parametrize("world", [1, 2, 4])
-def test_tokens_to_hidden_and_back(world: int) -> None:
-    """Catches sp2hp and hp2sp that are not each other's inverse, forward or backward."""
+def test_sp2hp_and_hp2sp_are_inverses(world: int) -> None:
+    """Catches sp2hp and hp2sp that do not invert each other, forward or backward."""
     for good in run_ranks(world, _run_sp2hp, world):
         assert good == [True] * 3
 
 
 def _run_replicated(rank: int, world: int) -> tuple[bool, float]:
-    """Checks <out, dy> == <x, dx> over all ranks, for ranges that overlap and leave one empty."""
+    """Check <out, dy> == <x, dx> over all ranks, for ranges that overlap and leave one empty."""
     channel = _channel(world)
     ranges = (range(3), range(2, 4), range(2, 5), range(5, 5))
     exchange = Exchange(channel, (Cut(2, ranges), Cut(2, ranges)), Cut.even(1, 8, world))
@@ -110,7 +111,7 @@ def _run_errors(rank: int, world: int) -> list[str]:
 
 
 def test_sizes_that_do_not_divide_are_refused() -> None:
-    """Catches a dim that would be cut short in silence."""
+    """Catches a dim that would silently be truncated."""
     for messages in run_ranks(2, _run_errors, 2):
         assert "dim 2 of 3 is not divisible by 2 ranks: pad it to 4" in messages[0]
         assert "the same dim 1" in messages[1]
@@ -120,7 +121,7 @@ def _run_failure(rank: int, world: int) -> list[str]:
     dist.barrier()  # both are connected
     if rank == 1:
         dist.destroy_process_group()
-        return []  # gone before its part of the exchange
+        return []  # ends before its part of the exchange
     exchange = Exchange(_channel(world), (Cut.even(2, 4, world),), Cut.even(1, 4, world))
     arrive = launch(exchange, (torch.randn(1, 2, 4, 3, requires_grad=True),))
     raised = []
@@ -132,8 +133,8 @@ def _run_failure(rank: int, world: int) -> list[str]:
     return raised
 
 
-def test_a_rank_that_is_gone_fails_the_trip_for_good() -> None:
-    """Catches a failed transfer that is waited for again and then gives unfilled memory."""
+def test_a_failed_exchange_stays_failed() -> None:
+    """Catches a failed transfer whose second wait returns uninitialized memory."""
     assert run_ranks(2, _run_failure, 2, timeout_seconds=30)[0] == [
         "CollectiveError",
         "AssertionError",
@@ -154,7 +155,7 @@ def _differentiate_twice(rank: int, world: int) -> list[str]:
 
 
 def test_a_second_derivative_is_refused() -> None:
-    """Catches gradients of gradients that end at the exchange without a word."""
+    """Catches gradients of gradients that silently stop at the exchange."""
     for said in run_ranks(2, _differentiate_twice, 2):
         assert len(said) == 2
         assert all("differentiate twice" in words for words in said)

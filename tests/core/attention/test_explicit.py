@@ -1,4 +1,4 @@
-"""`ExplicitAttention` against attention written out in full, here and on 2 and 4 ranks."""
+"""`ExplicitAttention` against attention written out in full, on 1, 2 and 4 ranks."""
 
 from __future__ import annotations
 
@@ -45,16 +45,16 @@ CASES = {
 
 @pytest.mark.parametrize("heads", [(4, 4), (6, 2)])
 @pytest.mark.parametrize("name", CASES)
-def test_is_what_the_definition_says(name: str, heads: tuple[int, int]) -> None:
-    """Catches a cap, a sink, a window or a document that is left out, in output or a gradient."""
+def test_caps_sinks_and_masks_follow_the_definition(name: str, heads: tuple[int, int]) -> None:
+    """Catches a cap, sink, window or document boundary missing in the output or in a gradient."""
     case = replace(CASES[name], heads=heads)
     inputs, dout, expected = case.solved
     assert _error(case.result(case.attention, inputs, dout), expected) < TOLERANCE
     assert all(x.abs().max() > 0.05 for x in expected)
 
 
-def test_blocks_of_long_rows_join_without_a_seam() -> None:
-    """Catches a row of several blocks whose later ones look at the wrong keys."""
+def test_long_rows_in_blocks_follow_the_definition() -> None:
+    """Catches a row of several blocks whose later blocks attend to the wrong keys."""
     inputs, dout = random_inputs(1, 700, 2, 1)
     expected = SdpaAttention(scale=SCALE)(*inputs, mask=AttentionMask(window=300))
     found = ExplicitAttention(scale=SCALE)(*inputs, mask=AttentionMask(window=300))
@@ -64,8 +64,10 @@ def test_blocks_of_long_rows_join_without_a_seam() -> None:
 
 
 @pytest.mark.parametrize("with_sinks", [True, False])
-def test_a_bias_by_distance_is_what_the_definition_says(with_sinks: bool) -> None:
-    """Catches a bias at another distance, in a later block too, and a gradient that lacks it."""
+def test_a_distance_bias_follows_the_definition(with_sinks: bool) -> None:
+    """Catches a bias at the wrong distance, also in later blocks, and a gradient without the
+    bias.
+    """
     length, window, heads, num_distances = 600, 300, 4, 290
     inputs, dout = random_inputs(1, length, heads, 2)
     generator = torch.Generator().manual_seed(1)
@@ -92,10 +94,10 @@ def test_a_bias_by_distance_is_what_the_definition_says(with_sinks: bool) -> Non
 
 
 @pytest.mark.parametrize(("choices", "run"), [(1, 1), (2, 1), (2, 4)])
-def test_a_query_sees_the_keys_that_are_chosen_for_it(
+def test_a_query_sees_only_its_chosen_keys(
     choices: int, run: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Catches keys of another query, head or document, in blocks of a few queries, too."""
+    """Catches keys chosen for another query, head or document, also in blocks of a few queries."""
     monkeypatch.setattr(explicit, "MOST_LOGITS", 6 * 8 * 3)
     inputs, dout = random_inputs(2, LENGTH, 6, 2)
     mask, length = make_mask(DOCUMENTS, True, None, 2), 2 * LENGTH
@@ -120,8 +122,8 @@ def test_a_query_sees_the_keys_that_are_chosen_for_it(
     assert _error([found, *grads[0]], [expected, *grads[1]]) < TOLERANCE
 
 
-def test_narrow_numbers_are_summed_in_float32() -> None:
-    """Catches a softmax or a gradient of sinks that is rounded to bfloat16 on the way."""
+def test_bfloat16_is_summed_in_float32() -> None:
+    """Catches a softmax or a gradient of sinks with intermediate results rounded to bfloat16."""
     case = CASES["both"]
     inputs, dout, expected = case.solved
     leaves = [x.detach().bfloat16().requires_grad_() for x in inputs]
@@ -141,9 +143,9 @@ ON_RANKS = {
 }
 
 
-def test_ranks_attend_as_one_does() -> None:
-    """Catches the sink of another rank's head, padding of values that is sent back, a rank without
-    heads that waits or is waited for.
+def test_ranks_compute_the_attention_of_one_process() -> None:
+    """Catches the sink of another rank's head, padding of values that is returned, and a rank
+    without heads that hangs or makes others hang.
     """
     assert any(not HeadSplit.of(2, 2, 4).query[rank] for rank in range(4))
     apart = {name: replace(case, together=0) for name, case in ON_RANKS.items()}

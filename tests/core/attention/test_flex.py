@@ -1,4 +1,4 @@
-"""`FlexAttention`: flex_attention as written, on CPU, and compiled on a GPU."""
+"""`FlexAttention`: flex_attention uncompiled on the CPU, and compiled on a GPU."""
 
 from __future__ import annotations
 
@@ -24,8 +24,10 @@ CAP = 1.5
 
 @pytest.fixture
 def as_written(monkeypatch: pytest.MonkeyPatch) -> FlexAttention:
-    """Without the compiler, and with gradients, which flex_attention refuses on CPU as its compiled
-    form has none there."""
+    """Return FlexAttention without the compiler, and with gradients on the CPU.
+
+    flex_attention refuses gradients on the CPU because its compiled form has none there.
+    """
     monkeypatch.setattr(flex, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)
     monkeypatch.setattr(flex, "_validate_device", lambda *_: None)
     attention = FlexAttention(scale=0.4, softcap=CAP)
@@ -48,10 +50,10 @@ def as_written(monkeypatch: pytest.MonkeyPatch) -> FlexAttention:
         (AttentionMask.of_documents([30, 60, 1], [130, 60, 0], window=40), 91, 190),
     ],
 )
-def test_capped_logits_are_what_the_definition_says(
+def test_capped_logits_follow_the_definition(
     mask: AttentionMask, queries: int, keys: int, heads: tuple[int, int], as_written: FlexAttention
 ) -> None:
-    """Catches a cap before the scale, another alignment, and a query that sees nothing."""
+    """Catches a cap applied before the scale, another alignment, and queries that see no key."""
     batch = 2 if mask.cu_seqlens_k is None else 1
     inputs, dout = random_inputs(batch, queries, *heads, keys=keys)
     out = attend(*inputs, mask, scale=0.4, softcap=CAP)
@@ -66,15 +68,16 @@ def test_capped_logits_are_what_the_definition_says(
 @pytest.mark.parametrize(
     ("documents", "keys"), [([700], [700]), ([5, 300, 395], [5, 300, 395]), ([100, 3], [900, 1])]
 )
-def test_blocks_are_those_of_the_mask(
+def test_blocks_follow_the_mask(
     documents: list[int],
     keys: list[int],
     window: int | None,
     causal: bool,
     as_written: FlexAttention,
 ) -> None:
-    """Catches a block that is left out, one that is computed without its mask, and blocks that no
-    query sees."""
+    """Catches a missing block, a partial block computed without its mask, and blocks that no query
+    sees.
+    """
     mask = AttentionMask.of_documents(documents, keys, causal=causal, window=window)
     made = as_written._blocks(mask, (1, sum(documents), sum(keys)), torch.device("cpu"))
     seen = torch.block_diag(
@@ -95,7 +98,8 @@ def test_blocks_are_those_of_the_mask(
     assert made.seq_lengths == tuple(seen.shape)
 
 
-def test_masks_are_made_once_for_all_layers(as_written: FlexAttention) -> None:
+def test_block_masks_are_made_once_for_all_layers(as_written: FlexAttention) -> None:
+    """Catches a block mask that each layer makes again."""
     (q, k, v), _ = random_inputs(1, 40, 2, 2)
     for mask in (AttentionMask(), AttentionMask(window=9)) * 3:
         as_written(q, k, v, mask=mask)
@@ -103,9 +107,10 @@ def test_masks_are_made_once_for_all_layers(as_written: FlexAttention) -> None:
     assert info.misses == 2
 
 
-def test_other_lengths_and_masks_compile_nothing_new(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches code for each micro-batch, and a second cap that becomes a symbol, which breaks the
-    graph."""
+def test_other_lengths_and_masks_do_not_recompile(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches compilation for each micro-batch, and a second cap that becomes a symbol, which
+    breaks the graph.
+    """
     monkeypatch.setattr(flex, "_validate_device", lambda *_: None)
     counter = CompileCounterWithBackend("aot_eager")
     for number, softcap in enumerate((1.5, 2.5)):
@@ -118,9 +123,10 @@ def test_other_lengths_and_masks_compile_nothing_new(monkeypatch: pytest.MonkeyP
         assert counter.frame_count == 2 + number  # for one length, for all, with another cap
 
 
-def test_all_that_a_run_attends_to_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches the end of a run at the 9th kind of tensors, and another kernel for few queries, with
-    which all would be tried out when a model is built."""
+def test_all_tensor_kinds_of_a_run_are_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a run that ends at the 9th kind of tensors, and the other kernel that few queries
+    use, with which backends would be tried when a model is built.
+    """
     monkeypatch.setattr(flex, "_validate_device", lambda *_: None)
     kernels: list[str] = []
 
@@ -143,8 +149,10 @@ def test_all_that_a_run_attends_to_is_compiled(monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.gpu
 @pytest.mark.parametrize("heads", [(4, 4), (8, 2)])
 @pytest.mark.parametrize("size", [64, 256])
-def test_capped_logits_on_gpu(heads: tuple[int, int], size: int) -> None:
-    """Catches compiled code that has another cap or mask; one more length compiles it for all."""
+def test_capped_logits_on_a_gpu_follow_the_definition(heads: tuple[int, int], size: int) -> None:
+    """Catches compiled code with another cap or mask; one more length compiles it for all
+    lengths.
+    """
     attention = FlexAttention(softcap=CAP)
     for length in (1024, 1300, 1500):
         # Also float64 is computed there: a host takes seconds for each length.

@@ -1,4 +1,4 @@
-"""The choice of an implementation for attention with more than a mask, and its log lines."""
+"""The choice of an implementation for attention with sinks, caps or biases, and its log lines."""
 
 from __future__ import annotations
 
@@ -35,8 +35,7 @@ OTHERS = {
 
 @pytest.fixture
 def faults(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
-    """What keeps each class from running on a device that is not here; those that are not named
-    run."""
+    """Return a dict of the faults, by class, on a device that is not here; other classes run."""
     found: dict[str, str] = {}
     monkeypatch.setattr(
         kinds, "fault_of", lambda make, *_, **__: found.get(type(make()).__name__, "")
@@ -56,15 +55,17 @@ def _said(caplog: pytest.LogCaptureFixture) -> tuple[str, str]:
     return record.levelname, record.message
 
 
-def test_plain_attention_is_chosen_as_ever() -> None:
+def test_plain_attention_keeps_its_backend() -> None:
+    """Catches attention without sinks, caps or biases that is moved to another implementation."""
     assert isinstance(_made(PLAIN, CPU), CpuAttention)
 
 
-def test_sinks_use_a_kernel_with_its_sum(
+def test_sinks_use_a_kernel_that_returns_the_log_sum_exp(
     faults: dict[str, str], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Catches a scale that is lost, a forced backend that is replaced in silence, and a loop that
-    nobody learns of."""
+    """Catches a lost scale, a configured backend that is silently replaced, and a loop that is not
+    logged.
+    """
     caplog.set_level(logging.INFO, logger="isp.core.attention.kinds")
     assert isinstance(_made(SINKS, CPU).kernel, CpuAttention)
     assert _said(caplog) == ("INFO", "attention: layers with sinks use sdpa")
@@ -87,14 +88,14 @@ def test_sinks_use_a_kernel_with_its_sum(
 
 @pytest.mark.parametrize("names", OTHERS)
 @pytest.mark.parametrize(("device", "level"), [(CPU, "INFO"), (CUDA, "WARNING")])
-def test_the_loop_is_named(
+def test_attention_by_a_loop_is_logged(
     names: str,
     device: torch.device,
     level: str,
     faults: dict[str, str],
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """Catches a loop in float32 on CUDA that nobody learns of."""
+    """Catches a loop in float32 on CUDA without a warning."""
     caplog.set_level(logging.INFO, logger="isp.core.attention.kinds")
     made = _made(OTHERS[names], device)
     assert isinstance(made, ExplicitAttention)
@@ -125,8 +126,9 @@ def test_soft_caps_use_packages_or_flex_attention(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """Catches a cap or a scale that is lost, a package that is forced and not used, and a forced
-    backend that is replaced in silence."""
+    """Catches a lost cap or scale, a configured package that is not used, and a configured backend
+    that is silently replaced.
+    """
     caplog.set_level(logging.INFO, logger="isp.core.attention.kinds")
 
     def package(name: str) -> Any:
@@ -148,10 +150,10 @@ def test_soft_caps_use_packages_or_flex_attention(
     assert replaced is (backend not in ("auto", expected))
 
 
-def test_packages_that_are_for_other_devices_are_not_tried(
+def test_packages_for_other_devices_are_not_tried(
     faults: dict[str, str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Catches a kernel for Hopper that is started on another device."""
+    """Catches a kernel for Hopper that is launched on another device."""
     caplog.set_level(logging.INFO, logger="isp.core.attention.kinds")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 0))
     monkeypatch.setattr("isp.core.attention.backends.flash._imported", lambda *_: None)
@@ -162,7 +164,7 @@ def test_packages_that_are_for_other_devices_are_not_tried(
 
 
 class _Lacking(Channel):
-    """All ranks, of which another has nothing."""
+    """All ranks, one of which has no backend."""
 
     def __init__(self) -> None:
         super().__init__(None)
@@ -172,16 +174,18 @@ class _Lacking(Channel):
         return Pending.ready(torch.ones_like(x))
 
 
-def test_all_ranks_use_the_same(faults: dict[str, str], caplog: pytest.LogCaptureFixture) -> None:
-    """Catches ranks that choose each for itself."""
+def test_all_ranks_use_the_same_implementation(
+    faults: dict[str, str], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Catches ranks that each choose an implementation of their own."""
     assert isinstance(_made(SINKS, everyone=_Lacking()), ExplicitAttention)
     assert "not varlen: it does not run on every rank" in caplog.text
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", [SINKS, PLAIN._replace(softcap=3.0)])
-def test_gpu_kinds(kind: AttentionKind) -> None:
-    """Catches a kernel that is never used, as trying it out fails for another reason."""
+def test_kernels_are_chosen_on_a_gpu(kind: AttentionKind) -> None:
+    """Catches a kernel that is never used because its trial fails for an unrelated reason."""
     made = _made(kind)
     assert not isinstance(made, ExplicitAttention)
     (q, k, v), _ = random_inputs(1, 300, 8, 2, 64)

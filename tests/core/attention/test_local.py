@@ -1,4 +1,6 @@
-"""Local attention by every backend that can run here, against attention written out in full."""
+"""Local attention by every backend that runs on this machine, against attention written out in
+full.
+"""
 
 from __future__ import annotations
 
@@ -34,13 +36,13 @@ BACKENDS: list[Callable[..., LocalAttention]] = [CpuAttention, SdpaAttention]
     "documents", [None, [7, 16, 1, 1, 1, 9, 5], [20, 20], [1] * 40, [13, 13, 13, 1], [0, 40, 0]]
 )
 @pytest.mark.parametrize(("causal", "window"), [(True, None), (False, None), (True, 5), (False, 5)])
-def test_documents_and_windows(
+def test_documents_and_windows_limit_attention(
     make: Callable[..., LocalAttention],
     documents: list[int] | None,
     causal: bool,
     window: int | None,
 ) -> None:
-    """Catches documents that see each other, and a window that is ignored."""
+    """Catches attention across documents, and an ignored window."""
     inputs, dout = random_inputs(2, 40, 4, 2)
     mask = make_mask(documents, causal, window, batch=2)
     assert largest_error(make(), inputs, dout, mask) < TOLERANCE
@@ -49,10 +51,10 @@ def test_documents_and_windows(
 @pytest.mark.parametrize("make", BACKENDS)
 @pytest.mark.parametrize("heads", [(4, 4), (3, 1)])
 @pytest.mark.parametrize("documents", [None, [7, 16, 1, 1, 1, 9, 5]])
-def test_groups_of_heads(
+def test_query_heads_use_the_kv_head_of_their_group(
     make: Callable[..., LocalAttention], heads: tuple[int, int], documents: list[int] | None
 ) -> None:
-    """Catches KV heads paired wrongly."""
+    """Catches query heads paired with the wrong KV heads."""
     inputs, dout = random_inputs(2, 40, *heads)
     for window in (None, 5):
         assert (
@@ -67,7 +69,9 @@ def test_groups_of_heads(
 def test_unequal_lengths_align_at_the_end(
     make: Callable[..., LocalAttention], queries: int, keys: int, causal: bool, window: int | None
 ) -> None:
-    """Catches torch's own alignment, at the first query and key, and rows that see nothing."""
+    """Catches torch's alignment, at the first query and key, and wrong results for rows without
+    keys.
+    """
     inputs, dout = random_inputs(1, queries, 2, 1, keys=keys)
     mask = AttentionMask(causal=causal, window=window)
     assert largest_error(make(), inputs, dout, mask) < TOLERANCE
@@ -75,10 +79,10 @@ def test_unequal_lengths_align_at_the_end(
 
 @pytest.mark.parametrize("make", [*BACKENDS, ExplicitAttention])
 @pytest.mark.parametrize(("causal", "window"), [(True, None), (False, None), (True, 2), (True, 90)])
-def test_packed_documents_with_keys_of_their_own(
+def test_packed_documents_may_have_other_key_lengths(
     make: Callable[..., LocalAttention], causal: bool, window: int | None
 ) -> None:
-    """Catches keys of the neighbour, an alignment at the first key, and what there are none of."""
+    """Catches keys of the neighbor, alignment at the first key, and documents without keys."""
     lengths, keys = [3, 0, 5, 4, 2, 2, 250, 70], [7, 4, 0, 2, 2, 2, 300, 670]
     inputs, dout = random_inputs(1, sum(lengths), 4, 2, keys=sum(keys))
     mask = AttentionMask.of_documents(lengths, keys, causal=causal, window=window)
@@ -91,16 +95,16 @@ def test_packed_documents_with_keys_of_their_own(
     ("length", "window"),
     [(255, None), (256, None), (257, None), (257, 100), (1024, 100), (1025, None), (1025, 700)],
 )
-def test_blocks_of_long_documents(
+def test_long_documents_in_blocks_follow_the_definition(
     make: Callable[..., LocalAttention], length: int, window: int | None
 ) -> None:
-    """Catches the seams between blocks, on both sides of the sizes where the cut changes."""
+    """Catches errors at block boundaries, just below and above the sizes where the cut changes."""
     inputs, dout = random_inputs(1, length, 2, 1)
     assert largest_error(make(), inputs, dout, AttentionMask(window=window)) < TOLERANCE
 
 
-def test_masks_that_inference_made_serve_training() -> None:
-    """Catches a kept mask that autograd refuses."""
+def test_masks_cached_in_inference_mode_work_in_training() -> None:
+    """Catches a cached mask that autograd refuses."""
     inputs, _ = random_inputs(1, 77, 2, 1)
     mask = AttentionMask(window=13)
     with torch.inference_mode():
@@ -113,8 +117,10 @@ def test_masks_that_inference_made_serve_training() -> None:
 
 @pytest.mark.parametrize("make", BACKENDS)
 @pytest.mark.parametrize("magnitude", [1e3, 1e-3])
-def test_large_logits(make: Callable[..., LocalAttention], magnitude: float) -> None:
-    """Catches an exponential that overflows, and a mask that is not far enough below."""
+def test_large_logits_do_not_overflow(
+    make: Callable[..., LocalAttention], magnitude: float
+) -> None:
+    """Catches an exponential that overflows, and a mask value that is not low enough."""
     inputs, dout = random_inputs(1, 600, 2, 1)
     with torch.no_grad():
         inputs[0] *= magnitude
@@ -124,8 +130,8 @@ def test_large_logits(make: Callable[..., LocalAttention], magnitude: float) -> 
 
 
 @pytest.mark.parametrize("make", BACKENDS)
-def test_large_logits_of_one_sign_in_float32(make: Callable[..., LocalAttention]) -> None:
-    """Catches a hidden key of logit +1e3 that outweighs visible ones of -1e3 despite the mask."""
+def test_large_negative_logits_stay_above_masked_ones(make: Callable[..., LocalAttention]) -> None:
+    """Catches a masked key with logit +1e3 that outweighs visible keys with -1e3."""
     inputs, dout = random_inputs(1, 700, 1, 1, dtype=torch.float32)
     with torch.no_grad():
         inputs[0].fill_(1.0)
@@ -140,8 +146,8 @@ def test_large_logits_of_one_sign_in_float32(make: Callable[..., LocalAttention]
 
 
 @pytest.mark.parametrize("make", BACKENDS)
-def test_single_tokens_and_unseeing_rows(make: Callable[..., LocalAttention]) -> None:
-    """Catches a softmax of nothing: zeros and no gradient are right, not NaN."""
+def test_queries_without_keys_give_zeros(make: Callable[..., LocalAttention]) -> None:
+    """Catches NaN from a softmax over no keys; zeros without gradient are right."""
     inputs, dout = random_inputs(1, 6, 2, 2, keys=2)
     out, *grads = with_gradients(make()(*inputs, mask=AttentionMask()), inputs, dout)
     assert torch.equal(out[:, :4], torch.zeros(1, 4, 2, 4, dtype=torch.float64))
@@ -164,8 +170,8 @@ def test_half_precision_is_computed_in_float32(dtype: torch.dtype) -> None:
     assert all(torch.equal(a, b.to(dtype)) for a, b in zip(narrow, exact, strict=True))
 
 
-def test_scale() -> None:
-    """Catches a scale that is dropped: queries scaled by hand must give the same."""
+def test_scale_multiplies_the_logits() -> None:
+    """Catches an ignored scale: queries scaled by hand must give the same."""
     for make in BACKENDS:
         (q, k, v), _ = random_inputs(1, 9, 2, 2)
         scaled = make(scale=0.25)(q * 2, k, v, mask=AttentionMask())  # d = 4: 1 / sqrt(d) = 0.5
@@ -175,8 +181,8 @@ def test_scale() -> None:
 @pytest.mark.parametrize(
     "mask", [AttentionMask(), make_mask([1000, 3096]), AttentionMask(window=64)]
 )
-def test_no_mask_of_all_queries_by_all_keys(mask: AttentionMask) -> None:
-    """Catches S x S scores or masks, forward or backward, packed or windowed or neither."""
+def test_no_tensor_has_all_queries_by_all_keys(mask: AttentionMask) -> None:
+    """Catches S x S scores or masks, forward or backward, whether packed, windowed or neither."""
     length, heads, head_dim = 4096, 2, 4
     inputs, dout = random_inputs(1, length, heads, 1, head_dim, dtype=torch.float32)
     sizes = []
@@ -189,8 +195,10 @@ def test_no_mask_of_all_queries_by_all_keys(mask: AttentionMask) -> None:
     assert length * heads * head_dim <= max(sizes) < length * length / 16
 
 
-def test_many_documents_make_one_node() -> None:
-    """Catches a graph of one slice a document, whose gradients are each as long as the sequence."""
+def test_many_documents_make_one_autograd_node() -> None:
+    """Catches a graph with a slice for each document, whose gradients are each as long as the
+    sequence.
+    """
     inputs, dout = random_inputs(1, 512, 2, 1)
     mask = make_mask([5, 6] * 46 + [6])
     made = []
@@ -217,7 +225,7 @@ GPU_BACKENDS = [b for b in AttentionBackend if b is not AttentionBackend.AUTO]
     ],
 )
 @pytest.mark.parametrize(("causal", "window"), [(True, None), (False, None), (True, 100)])
-def test_gpu_backends(
+def test_gpu_backends_follow_the_definition(
     backend: AttentionBackend,
     heads: tuple[int, int],
     documents: list[int] | None,
@@ -225,7 +233,7 @@ def test_gpu_backends(
     causal: bool,
     window: int | None,
 ) -> None:
-    """Catches a kernel given the wrong alignment, window, scale or documents."""
+    """Catches a kernel called with the wrong alignment, window, scale or documents."""
     device = torch.device("cuda")
     try:
         attention = make_local_attention(backend, device=device, dtype=torch.bfloat16)

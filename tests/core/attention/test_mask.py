@@ -1,4 +1,4 @@
-"""Masks and documents, without any attention."""
+"""Masks and documents, without attention."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_blocks_cover_what_is_visible_exactly(causal: bool, window: int | None, 
 
 
 def test_a_window_costs_no_more_than_its_width() -> None:
-    """Catches a sliding window that is computed as a mask of S x S."""
+    """Catches a sliding window computed as a mask of S x S."""
     length, window, rows = 4096, 64, 128
     blocks = document_blocks(length, length, causal=True, window=window, rows=rows)
     assert len(blocks) == length // rows
@@ -56,10 +56,10 @@ def test_a_window_costs_no_more_than_its_width() -> None:
         ([5, -1], (1, 4, 4), "rise from 0"),
     ],
 )
-def test_documents_that_do_not_fit_are_refused(
+def test_documents_that_do_not_fit_the_row_are_refused(
     lengths: list[int], sizes: tuple[int, int, int], message: str
 ) -> None:
-    """Catches cu_seqlens of a shard, or of another batch, which would attend across documents."""
+    """Catches cu_seqlens of a shard or of another batch, which would attend across documents."""
     with pytest.raises(ValueError, match=message):
         document_lengths(AttentionMask.of_documents(lengths), *sizes)
 
@@ -72,10 +72,10 @@ def test_documents_that_do_not_fit_are_refused(
         ([3, 5], (1, 4, 8), "cu_seqlens must rise from 0 to the 4"),
     ],
 )
-def test_keys_that_do_not_fit_are_refused(
+def test_key_lengths_that_do_not_fit_are_refused(
     key_lengths: list[int], sizes: tuple[int, int, int], message: str
 ) -> None:
-    """Catches keys of another row beside the queries of this one."""
+    """Catches keys of another row used with the queries of this one."""
     mask = AttentionMask.of_documents([1, 4], key_lengths)
     assert document_lengths(mask, 1, 5, sum(key_lengths)) == tuple(zip((1, 4), key_lengths))  # noqa: B905
     assert mask.max_lengths == (4, max(key_lengths))
@@ -83,8 +83,8 @@ def test_keys_that_do_not_fit_are_refused(
         document_lengths(mask, *sizes)
 
 
-def test_documents_are_looked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches a look at every document in every layer, and other sizes that are let through."""
+def test_documents_are_validated_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a validation of all documents in every layer, and other sizes that pass unchecked."""
     looks: list[str] = []
     monkeypatch.setattr("isp.core.attention.mask._check_rises", lambda name, *_: looks.append(name))
     mask = AttentionMask.of_documents([3, 5])
@@ -96,7 +96,7 @@ def test_documents_are_looked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_wrong_masks_are_refused() -> None:
-    """Catches arguments that kernels would misread without a word."""
+    """Catches arguments that kernels would silently misread."""
     with pytest.raises(ValueError, match="window=0 must be at least 1"):
         Mask(window=0)
     with pytest.raises(ValueError, match=r"int32 .* got torch.int64"):

@@ -1,4 +1,4 @@
-"""Ring attention: kernels with log-sum-exp, merged results, and blocks in memory at a time."""
+"""Ring attention: kernels with log-sum-exp, merged results, and the number of blocks in memory."""
 
 from __future__ import annotations
 
@@ -37,15 +37,15 @@ LENGTH = sum(STRADDLING)
 
 
 def _lse(q: Tensor, k: Tensor, lengths: list[int]) -> Tensor:
-    """[S, H] of packed documents, causal: q [S, H, d], k [S, K, d]."""
+    """Return the log-sum-exp [S, H] of packed causal documents: q [S, H, d], k [S, K, d]."""
     k = k.repeat_interleave(q.shape[1] // k.shape[1], 1)
     logits = torch.einsum("ihd,jhd->hij", q, k) / q.shape[-1] ** 0.5
     seen = torch.block_diag(*(visible(n, n, True, None).double() for n in lengths)).bool()
     return logits.masked_fill(~seen, -torch.inf).logsumexp(-1).T
 
 
-def test_kernels_of_parts_make_the_whole() -> None:
-    """Catches an lse of scaled or shifted logits, and gradients by the sum of a part's keys."""
+def test_parts_of_the_keys_merge_to_the_whole() -> None:
+    """Catches an lse of scaled or shifted logits, and gradients computed with the lse of a part."""
     kernel = CpuAttention()
     (q, k, v), dout = random_inputs(1, 300, 4, 2)
     expected = CpuAttention()(q, k, v, mask=AttentionMask())
@@ -78,15 +78,16 @@ def test_kernels_of_parts_make_the_whole() -> None:
         (64, torch.float32, False),
     ],
 )
-def test_flash_attention_is_asked_for_what_it_takes(
+def test_flash_attention_gets_only_shapes_and_dtypes_it_supports(
     size: int,
     dtype: torch.dtype,
     merges: bool,
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Catches heads of a size, or a dtype, at which a ring on CUDA would end with an error; a scale
-    or a softcap that is lost in a ring."""
+    """Catches a head size or dtype at which a ring on CUDA would end with an error, and a scale or
+    softcap that is lost in a ring.
+    """
     with FakeTensorMode():
         q = torch.empty(1, 8, 2, size, dtype=dtype, device="cuda")
     kinds = SdpaAttention(scale=0.3), VarlenAttention(scale=0.3)
@@ -103,8 +104,10 @@ def test_flash_attention_is_asked_for_what_it_takes(
 
 
 @pytest.mark.parametrize("softcap", [None, 3.0])
-def test_layers_with_a_soft_cap_gather(softcap: float | None) -> None:
-    """Catches a plan of a ring, which the stand-in for kernels takes, where the run gathers."""
+def test_layers_with_a_soft_cap_gather_instead_of_a_ring(softcap: float | None) -> None:
+    """Catches a plan that assumes a ring, which the stand-in kernels accept, where the run
+    gathers.
+    """
     context = DryChannel("context", 2, 0)
     ranks = SequenceRanks(head=Channel.solo(), context=context, exchange=ContextExchange.RING)
     layers = RankLayers(
@@ -121,8 +124,8 @@ def test_layers_with_a_soft_cap_gather(softcap: float | None) -> None:
     assert local.ring is (softcap is None)
 
 
-def test_torch_has_the_flash_kernels_as_they_are_called() -> None:
-    """Catches an argument too many or too few, and an lse that lies the other way."""
+def test_calls_match_the_flash_kernels_of_torch() -> None:
+    """Catches an argument too many or too few, and an lse with transposed dims."""
     q, kv = torch.empty(7, 4, 64, device="meta"), torch.empty(9, 2, 64, device="meta")
     q, kv = q.bfloat16(), kv.bfloat16()
     mask = AttentionMask.of_documents([3, 4], [3, 6])
@@ -133,12 +136,12 @@ def test_torch_has_the_flash_kernels_as_they_are_called() -> None:
 
 
 @pytest.mark.gpu
-def test_flash_kernel_on_gpu() -> None:
-    """Catches an lse of another base or order, and gradients that are not by the given one."""
+def test_the_flash_kernel_on_a_gpu_follows_the_definition() -> None:
+    """Catches an lse of another base or layout, and gradients not computed with the given lse."""
     (q, k, v), dout = random_inputs(1, 300, 4, 2, 64)
     mask = AttentionMask.of_documents([200, 100], [200, 100])
     plain, lse = CpuAttention().with_lse(*(x.detach()[0] for x in (q, k, v)), mask)
-    lse = lse + 0.5  # as if there were more keys elsewhere
+    lse = lse + 0.5  # as if other ranks had more keys
     wide = dout[0], *(x.detach()[0] for x in (q, k, v)), plain, lse
     expected = [plain, lse - 0.5, *CpuAttention().gradients(*wide, mask)]
     narrow = [x.to("cuda", torch.bfloat16) for x in wide[:-1]]
@@ -166,15 +169,15 @@ def _merged(rank: int, dtype: torch.dtype) -> tuple[float, bool]:
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.bfloat16, 1e-4)])
-def test_out_and_lse_are_merged(dtype: torch.dtype, tolerance: float) -> None:
-    """Catches sums of parts that are rounded to the dtype of the activations."""
+def test_out_and_lse_are_merged_in_float32(dtype: torch.dtype, tolerance: float) -> None:
+    """Catches sums of partial results rounded to the dtype of the activations."""
     for error, is_wide in run_ranks(4, _merged, dtype):
         assert error < tolerance
         assert is_wide
 
 
 class _Counting:
-    """A kernel that notes how many transfers are under way while it computes."""
+    """A kernel that records how many transfers are in flight while it computes."""
 
     def __init__(self, channel: Channel) -> None:
         self.channel = channel
@@ -203,8 +206,8 @@ def _under_way(rank: int) -> list[int]:
     return kernel.under_way
 
 
-def test_one_block_travels_while_another_is_attended_to() -> None:
-    """Catches a block that is waited for at once, and all of them under way together."""
+def test_one_block_is_in_flight_while_another_is_computed() -> None:
+    """Catches a block that is waited for at once, and all blocks in flight together."""
     for under_way in run_ranks(4, _under_way):
         assert under_way == [1, 1, 1, 0, 1, 1, 2, 1]
 
@@ -225,7 +228,7 @@ def _summed(rank: int, values: list[list[float]]) -> float:
 
 @pytest.mark.parametrize("values", [[[256, 1, 1], [0], [0]], [[256, 0, 0], [1], [1]]])
 def test_gradients_of_keys_are_summed_in_float32(values: list[list[float]]) -> None:
-    """Catches a sum over copies, or over ranks, that rounds to bfloat16 at every step: 256."""
+    """Catches a sum over copies, or over ranks, that rounds to bfloat16 at each of 256 steps."""
     assert run_ranks(3, _summed, values) == [258.0] * 3
 
 
@@ -242,6 +245,6 @@ def _other_layers(rank: int) -> list[str]:
     return [t.label for t in channel.log.take()]
 
 
-def test_windows_and_sinks_are_gathered() -> None:
-    """Catches a ring for layers whose results it cannot merge."""
+def test_layers_with_windows_or_sinks_gather_instead_of_a_ring() -> None:
+    """Catches a ring for layers whose partial results it cannot merge."""
     assert run_ranks(2, _other_layers) == [["attention.kv.0"] * 2] * 2

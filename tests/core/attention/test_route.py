@@ -1,4 +1,4 @@
-"""Routes of keys, played through without ranks; a token is known by its place in the row."""
+"""Routes of keys, simulated without ranks; a token is identified by its position in the row."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ def _random_plans(number: int) -> list[SequenceSplit]:
 
 
 def _own(plan: SequenceSplit) -> list[list[int]]:
-    """The places of each rank's tokens, as it holds them."""
+    """Return the positions of each rank's tokens, in the order in which it holds them."""
     starts = list(accumulate(plan.lengths, initial=0))
     return [[starts[d] + t for d, a, b in s for t in range(a, b)] for s in plan.slices]
 
 
 def _laid_out(routes: list[Route], own: list[list[int]], rank: int) -> list[int]:
-    """The places of the keys that arrive at `rank`, as its kernel sees them."""
+    """Return the positions of the keys that `rank` receives, in the order of its kernel."""
     received = []
     for by, route in enumerate(routes):
         first = sum(route.sent[:rank])
@@ -45,7 +45,7 @@ def _laid_out(routes: list[Route], own: list[list[int]], rank: int) -> list[int]
 
 
 def _check_transpose(route: Route) -> None:
-    """Every row is added once, to the key that was laid out there."""
+    """Check that the transpose adds each row once, to the key from which it was copied."""
     layers = [(range(len(route.first)), route.first.tolist())]
     layers += [(keys.tolist(), rows.tolist()) for keys, rows in route.again]
     pairs = []
@@ -56,7 +56,7 @@ def _check_transpose(route: Route) -> None:
 
 
 def _expected(plan: SequenceSplit, rank: int, window: int | None, causal: bool) -> list[list[int]]:
-    """The keys that each of a rank's tokens sees."""
+    """Return the keys that each of a rank's tokens sees."""
     starts = list(accumulate(plan.lengths, initial=0))
     seen = []
     for d, a, b in plan.slices[rank]:
@@ -68,7 +68,9 @@ def _expected(plan: SequenceSplit, rank: int, window: int | None, causal: bool) 
 
 
 def _seen(route: Route, places: list[int]) -> dict[int, list[int]]:
-    """The places of keys that each of the rank's tokens sees, by the route's mask."""
+    """Return the positions of the keys that each token of the rank sees, by the mask of the
+    route.
+    """
     mask = route.mask
     tokens = range(route.num_tokens) if route.queries is None else route.queries.tolist()
     seen, query = {}, 0
@@ -84,7 +86,7 @@ def _seen(route: Route, places: list[int]) -> dict[int, list[int]]:
 
 @pytest.mark.parametrize(("window", "causal"), [(None, True), (1, True), (6, True), (None, False)])
 def test_every_token_sees_its_keys(window: int | None, causal: bool) -> None:
-    """Catches any key too many, too few, out of order or twice in one message or sum."""
+    """Catches keys that are missing, extra, out of order, or twice in one message or sum."""
     for plan in _random_plans(150):
         own, ranks = _own(plan), range(len(plan.slices))
         routes = [gather_route(plan, rank, causal=causal, window=window) for rank in ranks]
@@ -100,8 +102,8 @@ def test_every_token_sees_its_keys(window: int | None, causal: bool) -> None:
 
 
 @pytest.mark.parametrize("causal", [True, False])
-def test_steps_of_a_ring_make_the_whole(causal: bool) -> None:
-    """Catches a key of two steps, or of none, and one of another rank than the step's."""
+def test_steps_of_a_ring_cover_all_keys_once(causal: bool) -> None:
+    """Catches a key in two steps or in none, and a key of another rank than that of the step."""
     for plan in _random_plans(100):
         own, ranks = _own(plan), range(len(plan.slices))
         steps = [ring_routes(plan, rank, causal=causal) for rank in ranks]
@@ -118,8 +120,8 @@ def test_steps_of_a_ring_make_the_whole(causal: bool) -> None:
             assert [sorted(keys) for keys in found] == _expected(plan, rank, None, causal)
 
 
-def test_slices_that_touch_are_one() -> None:
-    """Catches keys that are laid out twice for queries that follow each other."""
+def test_adjacent_slices_are_merged() -> None:
+    """Catches keys copied twice for queries that follow each other."""
     slices = ((0, 2), (6, 8)), ((2, 4), (4, 6))
     plan = SequenceSplit((8,), tuple(tuple(Slice(0, *s) for s in of_rank) for of_rank in slices))
     apart, touching = (gather_route(plan, rank, causal=True, window=None) for rank in (0, 1))

@@ -23,7 +23,7 @@ DOCUMENTS = [5, 8, 2, 6, 3]
 
 
 class _FlashSums(CpuAttention):
-    """A kernel whose sum is inf where a query sees no key, as in flash attention."""
+    """A kernel whose lse is inf where a query sees no key, as in flash attention."""
 
     def with_lse(self, *args: Any) -> tuple[Tensor, Tensor]:
         out, lse = super().with_lse(*args)
@@ -33,7 +33,7 @@ class _FlashSums(CpuAttention):
 def _results(
     attention: Any, qkv: Sequence[Tensor], dout: Tensor, mask: AttentionMask, shift: float = 0.0
 ) -> list[Tensor]:
-    """The output and all gradients, with sinks around `shift`."""
+    """Return the output and all gradients, with sinks around `shift`."""
     sinks = (torch.linspace(-2, 2, qkv[0].shape[2]) + shift).to(qkv[0]).requires_grad_()
     leaves = [*(x.detach().requires_grad_() for x in qkv), sinks]
     out = attention(*leaves[:3], mask=mask, sinks=sinks)
@@ -59,10 +59,10 @@ def _results(
         (AttentionMask.of_documents([3, 6], [13, 6], window=4), 9, 19),
     ],
 )
-def test_sinks_are_what_the_definition_says(
+def test_sinks_follow_the_definition(
     mask: AttentionMask, queries: int, keys: int, heads: tuple[int, int]
 ) -> None:
-    """Catches a sink that is left out of the output or a gradient, and queries without keys."""
+    """Catches a sink missing in the output or in a gradient, and queries without keys."""
     batch = 2 if mask.cu_seqlens_k is None else 1
     qkv, dout = random_inputs(batch, queries, *heads, keys=keys)
     expected = _results(lambda *args, **kwargs: attend(*args, **kwargs), qkv, dout, mask)
@@ -73,7 +73,7 @@ def test_sinks_are_what_the_definition_says(
 
 
 @pytest.mark.parametrize("shift", [-1e3, 0.0, 1e3])
-def test_sinks_of_any_size(shift: float) -> None:
+def test_sinks_of_any_size_do_not_overflow(shift: float) -> None:
     """Catches an exponential that overflows, for sinks far above and far below all logits."""
     qkv, dout = random_inputs(1, 700, 2, 1)
     mask = AttentionMask(window=300)
@@ -83,8 +83,8 @@ def test_sinks_of_any_size(shift: float) -> None:
     assert (float(expected[0].abs().max()) == 0) is (shift > 0)
 
 
-def test_queries_are_summed_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches a piece of the queries that the gradient of sinks lacks, or has twice."""
+def test_sink_gradients_are_summed_over_chunks_of_queries(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a chunk of queries that is missing, or counted twice, in the gradient of sinks."""
     qkv, dout = random_inputs(1, 24, 4, 2)
     mask = make_mask(DOCUMENTS)
     whole = _results(SinkAttention(CpuAttention()), qkv, dout, mask)
@@ -93,8 +93,8 @@ def test_queries_are_summed_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     assert all(torch.equal(a, b) for a, b in zip(whole, pieces, strict=True))
 
 
-def test_narrow_numbers_are_summed_in_float32() -> None:
-    """Catches gradients of another dtype than the tensors, or rounded on the way."""
+def test_bfloat16_is_summed_in_float32() -> None:
+    """Catches gradients of another dtype than the tensors, and rounded intermediate results."""
     qkv, dout = random_inputs(1, 24, 4, 2)
     expected = _results(ExplicitAttention(), qkv, dout, make_mask(DOCUMENTS))
     narrow = [x.detach().bfloat16() for x in qkv]
@@ -106,8 +106,8 @@ def test_narrow_numbers_are_summed_in_float32() -> None:
     )
 
 
-def test_masks_of_rows_that_inference_made_serve_training() -> None:
-    """Catches a kept mask that autograd refuses."""
+def test_row_masks_cached_in_inference_mode_work_in_training() -> None:
+    """Catches a cached mask that autograd refuses."""
     qkv, dout = random_inputs(1, 23, 2, 1)
     with torch.inference_mode():
         SinkAttention(CpuAttention())(*qkv, mask=AttentionMask(), sinks=torch.zeros(2).double())
@@ -123,8 +123,8 @@ class _SinkCase(Case):
         return SinkAttention(CpuAttention())
 
 
-def test_ranks_attend_as_one_does() -> None:
-    """Catches the sink of another rank's head or stripe, and slices whose keys outnumber them."""
+def test_ranks_compute_the_attention_of_one_process() -> None:
+    """Catches the sink of another rank's head or stripe, and slices with more keys than queries."""
     cases = {
         "documents": _SinkCase(DOCUMENTS, heads=(6, 2), sinks=True, value_size=3),
         "window": _SinkCase([13, 11], sinks=True, window=4, stripes=2),
@@ -136,8 +136,8 @@ def test_ranks_attend_as_one_does() -> None:
 
 
 @pytest.mark.parametrize("window", [None, 4])
-def test_torch_has_the_windows_as_they_are_called(window: int | None) -> None:
-    """Catches a keyword that torch's flash attention does not know."""
+def test_calls_match_the_window_arguments_of_torch(window: int | None) -> None:
+    """Catches a keyword that torch's flash attention lacks."""
     q, kv = torch.empty(7, 4, 64, device="meta"), torch.empty(9, 2, 64, device="meta")
     q, kv = q.bfloat16(), kv.bfloat16()
     mask = AttentionMask.of_documents([3, 4], [3, 6], window=window)
@@ -153,10 +153,10 @@ def test_torch_has_the_windows_as_they_are_called(window: int | None) -> None:
 @pytest.mark.parametrize(
     ("documents", "keys"), [(None, 1024), ([300, 1, 211, 512], 1024), ([300, 724], 1600)]
 )
-def test_sinks_on_gpu(
+def test_sinks_on_a_gpu_follow_the_definition(
     heads: tuple[int, int], window: int | None, documents: list[int] | None, keys: int
 ) -> None:
-    """Catches a kernel whose backward does not take the sum with the sink, or a lost window."""
+    """Catches a kernel whose backward ignores the lse that includes the sink, and a lost window."""
     qkv, dout = random_inputs(1, 1024, *heads, 64, keys=keys, device="cuda")
     mask = AttentionMask(window=window)
     if documents is not None:

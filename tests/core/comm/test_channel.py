@@ -1,4 +1,4 @@
-"""A channel from torch's groups and meshes, and errors that name what was passed instead."""
+"""Channels made from torch's groups and meshes, and errors that say what to pass instead."""
 
 from __future__ import annotations
 
@@ -57,13 +57,13 @@ def _from_torch(rank: int) -> None:
     assert Channel.from_group(mixed).sums_locally
 
 
-def test_a_channel_from_torchs_groups_and_meshes() -> None:
-    """Catches the wrong ranks, a lost name, and a backend that is not recognized."""
+def test_a_channel_is_made_from_torchs_groups_and_meshes() -> None:
+    """Catches wrong ranks, a lost name, and a backend that is not recognized."""
     run_ranks(4, _from_torch)
 
 
-def test_a_wrong_group_says_what_to_pass() -> None:
-    """Catches a wrong type that is noticed later, where nothing names the argument."""
+def test_a_wrong_group_is_refused_with_what_to_pass() -> None:
+    """Catches a wrong type that fails only later, where no message names the argument."""
     solo = Channel.solo()
     with pytest.raises(TypeError, match=r"group must be a torch ProcessGroup, got the method"):
         Channel(solo.all_gather)  # type: ignore[arg-type]
@@ -101,14 +101,14 @@ _WRONG: dict[str, Callable[[], object]] = {
 
 
 @pytest.mark.parametrize("what", _WRONG)
-def test_every_door_checks_its_channel(what: str) -> None:
-    """Catches a public function that takes anything for a channel and fails inside."""
+def test_public_functions_check_their_channel(what: str) -> None:
+    """Catches a public function that accepts any object as a channel and fails inside."""
     name = what.split()[0]
     with pytest.raises(TypeError, match=rf"^{name} must be an isp.Channel, got .*: pass isp"):
         _WRONG[what]()
 
 
 def test_attention_checks_its_local_attention() -> None:
-    """Catches the two arguments in the other order."""
+    """Catches the two arguments of DistributedAttention in the wrong order."""
     with pytest.raises(TypeError, match="local_attention must be callable, got Channel"):
         isp.DistributedAttention(Channel.solo(), Channel.solo())  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""What only a GPU and NCCL show of streams, the allocator and process groups; one rank will do."""
+"""Streams, allocator and process groups as only a GPU with NCCL shows them; one rank suffices."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ GPU = torch.device("cuda", 0)
 
 
 def nccl_group() -> dist.ProcessGroup:
-    """A process group of this rank alone, made as a mesh makes them."""
+    """Return a process group of this rank alone, with the options of a mesh."""
     dist.init_process_group(
         "nccl",
         store=dist.HashStore(),
@@ -53,7 +53,7 @@ def expandable() -> None:
         assert [s["is_expandable"] for s in segments] == [True] * len(segments)
         torch.cuda.memory._record_memory_history()
         del x
-        assert torch.cuda.memory._snapshot()["segments"]  # as MemoryGuard asks for it
+        assert torch.cuda.memory._snapshot()["segments"]  # as MemoryGuard reads it
 
 
 def registered_buffers() -> None:
@@ -77,9 +77,9 @@ def registered_buffers() -> None:
 
 @pytest.mark.nccl
 @pytest.mark.parametrize("case", [high_priority, expandable, registered_buffers])
-def test_torch_and_nccl_take_what_we_ask_for(case: Callable[[], None]) -> None:
-    """Catches options, settings and memory that this torch, NCCL or GPU does not know."""
-    done = subprocess.run(  # settings and groups are a process's
+def test_torch_and_nccl_accept_our_options(case: Callable[[], None]) -> None:
+    """Catches options, settings and memory that this torch, NCCL or GPU does not support."""
+    done = subprocess.run(  # in a child process, since settings and groups are global
         [sys.executable, "-c", f"from tests.core.comm import test_gpu; test_gpu.{case.__name__}()"],
         cwd=Path(__file__).parents[3],
         env={k: v for k, v in os.environ.items() if k not in ALLOCATOR_VARIABLES},
@@ -90,8 +90,8 @@ def test_torch_and_nccl_take_what_we_ask_for(case: Callable[[], None]) -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_a_short_kernel_passes_one_of_many_blocks() -> None:
-    """Catches streams of ours on which a transfer waits until compute ahead of it has ended."""
+def test_a_high_priority_kernel_overtakes_a_large_one() -> None:
+    """Catches communication streams on which a transfer waits until earlier compute has ended."""
     side, long = streams.new(GPU), torch.ones(2**30, dtype=torch.bfloat16, device=GPU)
     short, ends = torch.ones(2**10, device=GPU), []
     assert side is not None

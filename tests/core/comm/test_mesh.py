@@ -1,4 +1,4 @@
-"""Process groups of a mesh: how many there are, who shares one, and that this delays nobody."""
+"""Process groups of a mesh: how many there are and which axes share one without delays."""
 
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ LAYOUTS = {
     ),
     "none": topology(1),
 }
-"""Topologies by what they say of their process groups."""
+"""Topologies by the description of their process groups."""
 
 
 @pytest.mark.parametrize("said", LAYOUTS)
-def test_axes_of_the_same_ranks_share_where_nobody_waits(said: str) -> None:
-    """Catches a group too many, one that would delay a gather or a transfer of tokens, and one
-    whose ranks are not those of its axes.
+def test_axes_with_the_same_ranks_share_a_group_unless_it_delays_one(said: str) -> None:
+    """Catches an unneeded group, a shared group that would delay a gather or a transfer of tokens,
+    and a group whose ranks are not those of its axes.
     """
     ranks = LAYOUTS[said]
     line = next(line for line in ranks.describe().split("\n") if "process group" in line)
@@ -62,12 +62,12 @@ def test_axes_of_the_same_ranks_share_where_nobody_waits(said: str) -> None:
 
 
 def _groups(rank: int, topology: Topology) -> tuple[int, dict[str, int]]:
-    """Number of process groups beside the default one, and what each channel counts."""
-    others = Mesh(topology, rank, backend="gloo")  # whose time-outs are nobody's here
+    """Return the number of process groups other than the default one, and each channel's counts."""
+    others = Mesh(topology, rank, backend="gloo")  # another mesh, whose timeouts must not matter
     assert dist.group.WORLD not in {channel.group for channel in others.opened}
     mesh = Mesh(topology, rank)
     waiting = []
-    for axis in Axis:  # first all that share, then their ends in another order
+    for axis in Axis:  # launch on all channels that share a group, then wait in another order
         ranks = topology.group_of(axis, rank)
         x = torch.tensor([rank], dtype=torch.float64)
         waiting.append((axis, sum(ranks), mesh[axis].all_reduce(x, tag=Tag(tensor="x"))))
@@ -80,8 +80,10 @@ def _groups(rank: int, topology: Topology) -> tuple[int, dict[str, int]]:
     return len(groups), progress
 
 
-def _beside(rank: int, topology: Topology) -> list[tuple[str, bool]]:
-    """Backends of groups beside a default one of torch's own choice, and who adds up."""
+def _groups_of_foreign_default(rank: int, topology: Topology) -> list[tuple[str, bool]]:
+    """Return the groups' backends if torch chose the default one's, and whether ranks sum
+    locally.
+    """
     dist.init_process_group(rank=rank, world_size=2)
     mesh = Mesh(topology, rank, backend=World(torch.device("cpu")).backend)
     found = [
@@ -91,15 +93,17 @@ def _beside(rank: int, topology: Topology) -> list[tuple[str, bool]]:
     return found
 
 
-def test_groups_beside_a_default_one_of_any_backend() -> None:
-    """Catches groups of a loop that called init_process_group() alone: torch's have a backend for
-    each device and name none, so that nobody knew whose transfers they carry."""
-    for found in run_programs(2, _beside, topology(2, tensor=2)):
+def test_groups_have_the_right_backend_whatever_the_default_group_has() -> None:
+    """Catches groups of a loop that called init_process_group() without a backend: torch then has
+    one for each device and names none, so that a channel could not tell which one its transfers
+    use.
+    """
+    for found in run_programs(2, _groups_of_foreign_default, topology(2, tensor=2)):
         assert set(found) == {("gloo", True)}
 
 
-def test_channels_of_a_group_have_numbers_of_their_own() -> None:
-    """Catches a message that names one axis and counts another's, and groups beside the default."""
+def test_channels_that_share_a_group_count_separately() -> None:
+    """Catches a message with the name of one axis and the count of another, and extra groups."""
     for added, progress in run_ranks(2, _groups, topology(2, tensor=2, weight=2)):
         assert added == 2  # tensor and weight
         counts = {"tensor": 2, "weight": 2, "stage": 1, "world": 1}  # head; expert_weight
@@ -115,12 +119,12 @@ def _timeouts(rank: int, topology: Topology) -> set[float]:
 
 
 def test_a_timeout_is_set_without_a_warning() -> None:
-    """Catches a name that torch 2.14 deprecates, and a limit that transfers do not have."""
+    """Catches a name that torch 2.14 deprecates, and a timeout that transfers do not have."""
     assert run_ranks(2, _timeouts, topology(2, tensor=2)) == [{7.0}, {7.0}]
 
 
 def _opened(_: int, job: Path) -> tuple[list[str], list[str], str]:
-    """What a run opens beside the default group: groups, host channels; and what it says."""
+    """Return the groups and host channels that a run opens, and how the topology describes them."""
     config, groups, hosts = load_config(job, ["--training.steps=1"]), list[str](), list[str]()
     new_group, open_host = dist.new_group, Mesh.open_host
 
@@ -140,8 +144,8 @@ def _opened(_: int, job: Path) -> tuple[list[str], list[str], str]:
     return groups, hosts, config.topology(2).describe()
 
 
-def test_the_start_names_every_group(tmp_path: Path) -> None:
-    """Catches a group that a run opens and does not count, here or on GPUs."""
+def test_the_log_of_a_start_lists_every_group(tmp_path: Path) -> None:
+    """Catches a group that a run opens and does not list, on CPU or GPU."""
     for groups, hosts, said in run_programs(2, _opened, write_job(tmp_path)):
         assert groups == ["tensor", "weight", "checkpoint"]
         lines = said.split("\n")[-2:]

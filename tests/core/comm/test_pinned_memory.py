@@ -1,4 +1,4 @@
-"""Pinned buffers, for a device that is not there; copies are those of `test_same_bits.py`."""
+"""Pinned buffers of a simulated device; `test_same_bits.py` tests the copies."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ CUDA = torch.device("cuda")
 
 
 class _Runtime:
-    """Of CUDA, as far as it pins memory; so many bytes."""
+    """A stand-in for the CUDA runtime that can pin `room` bytes."""
 
     class cudaError:
         success = 0
@@ -46,7 +46,7 @@ class _Runtime:
 
 
 def _pages(address: int, size: int) -> set[int]:
-    """The numbers of the pages that hold these bytes."""
+    """Return the numbers of the pages that contain these bytes."""
     return set(range(address // mmap.PAGESIZE, (address + size - 1) // mmap.PAGESIZE + 1))
 
 
@@ -63,7 +63,7 @@ def _apart() -> HostMemory:
 
 
 def test_pinned_buffers_are_as_large_as_their_tensors() -> None:
-    """Catches sizes rounded up, buffers pinned again in each step, and pages left locked."""
+    """Catches sizes rounded up, buffers pinned again in each step, and pages that stay locked."""
     runtime, x = _Runtime(room=3 * 800), torch.arange(100.0, dtype=torch.float64)
     with mock.patch("torch.cuda.cudart", return_value=runtime):
         memory = _apart()
@@ -83,7 +83,7 @@ def test_pinned_buffers_are_as_large_as_their_tensors() -> None:
 
 
 def test_rows_of_other_lengths_share_buffers() -> None:
-    """Catches buffers of each length there ever was, and a row that comes back with another's."""
+    """Catches a buffer kept for each length ever used, and a row overwritten by another."""
     runtime, rows = _Runtime(room=3 * 800), torch.arange(300.0, dtype=torch.float64).view(3, 100)
     with mock.patch("torch.cuda.cudart", return_value=runtime):
         memory = _apart()
@@ -99,8 +99,10 @@ def test_rows_of_other_lengths_share_buffers() -> None:
         assert memory.num_buffers == len(runtime.pinned) == 3
 
 
-def test_pieces_have_pages_of_their_own() -> None:
-    """Catches two pieces on one page, which CUDA does not lock twice, and pages unmapped early."""
+def test_buffers_do_not_share_pages() -> None:
+    """Catches two buffers on one page, which CUDA cannot lock twice, and pages unmapped too
+    early.
+    """
     sizes = (1, 7, 1024, 1025, 70_000, 3, 3)
     runtime = _Runtime(room=2**30)
     with mock.patch("torch.cuda.cudart", return_value=runtime):
@@ -123,7 +125,7 @@ def test_pieces_have_pages_of_their_own() -> None:
 
 
 class _Allocator:
-    """torch's allocator of page-locked memory, of so many bytes; of ordinary memory as it is."""
+    """A stand-in for torch's pinned allocator with `room` bytes; ordinary memory is not limited."""
 
     def __init__(self, room: int) -> None:
         self.room, self.zeros = room, torch.zeros
@@ -134,10 +136,12 @@ class _Allocator:
         return self.zeros(size, dtype=dtype)
 
 
-def test_memory_that_cannot_be_locked_as_it_is_is_locked_by_torch(
+def test_torchs_allocator_is_used_where_cuda_cannot_lock_pages(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Catches a run that ends where only locking of its own pages fails, and errors that stay."""
+    """Catches a run that ends although only locking of existing pages fails, and CUDA errors not
+    cleared.
+    """
     cleared: list[torch.device] = []
     monkeypatch.setattr(pinned_memory, "_clear_error", cleared.append)
     monkeypatch.setattr(torch, "zeros", _Allocator(room=100))
@@ -152,8 +156,10 @@ def test_memory_that_cannot_be_locked_as_it_is_is_locked_by_torch(
     assert cleared == [CUDA] * 3
 
 
-def test_pages_that_cannot_be_locked_are_told_with_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches a step that goes on with memory that copies wait for."""
+def test_memory_that_cannot_be_pinned_is_an_error_that_names_the_key(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Catches a step that continues with pageable memory, for which each copy blocks."""
     kept: list[object] = []
     x = torch.zeros(100, dtype=torch.float64)
     monkeypatch.setattr(pinned_memory, "_clear_error", lambda _: None)

@@ -1,4 +1,4 @@
-"""Ranks that do not come to a collective, and what the others say of them."""
+"""Ranks that do not arrive at a collective, and what the other ranks report."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.ranks import run_ranks
 from tests.toolkit import topology
 
 SECONDS = 1
-"""Time for a collective."""
+"""Timeout of a collective."""
 
 Work = Callable[[Mesh], object]
 
@@ -26,11 +26,12 @@ def _gather(axis: Axis, label: str) -> Work:
 
 
 def _sleep(mesh: Mesh) -> None:
-    time.sleep(4.5 * SECONDS)  # longer than the others wait: a rank that ends is another matter
+    # longer than the others wait; a rank that has ended would be reported differently
+    time.sleep(4.5 * SECONDS)
 
 
 def _said(rank: int, works: list[list[Work]]) -> str:
-    """What a rank says after its own of `works`; tensor groups are [0, 1] and [2, 3]."""
+    """Return the error of a rank after its part of `works`; tensor groups are [0, 1] and [2, 3]."""
     mesh = Mesh(topology(len(works), mode=Mode.MTP, tensor=2), rank)
     for axis in (Axis.TENSOR, Axis.DATA):
         _gather(axis, "first")(mesh)
@@ -47,8 +48,8 @@ def _said(rank: int, works: list[list[Work]]) -> str:
     return ""
 
 
-def test_who_does_not_come_is_named() -> None:
-    """Catches a hang without the collective, what should have travelled, or who is to blame."""
+def test_the_missing_rank_is_named() -> None:
+    """Catches a hang whose report lacks the collective, the tensor or the rank that is missing."""
     wait = [_gather(Axis.TENSOR, "layers.0.wo.weight")]
     both = [_gather(Axis.TENSOR, "layers.0.wo.weight"), _gather(Axis.TENSOR, "never")]
     first, second = run_ranks(2, _said, [wait, [_sleep, *both]])
@@ -60,10 +61,10 @@ def test_who_does_not_come_is_named() -> None:
     )
 
 
-def test_the_one_behind_is_found_across_groups() -> None:
-    """Catches ranks that are blamed for waiting themselves, and ranks that say different things."""
+def test_the_missing_rank_is_found_across_groups() -> None:
+    """Catches ranks blamed although they wait themselves, and ranks whose reports differ."""
     chain = [
-        [_gather(Axis.TENSOR, "x")],  # waits for 1, who waits for 3
+        [_gather(Axis.TENSOR, "x")],  # waits for rank 1, which waits for rank 3
         [_gather(Axis.DATA, "y"), _gather(Axis.TENSOR, "x")],
         [_gather(Axis.TENSOR, "x")],
         [_sleep],
@@ -85,8 +86,10 @@ def _receive(label: str, source: int) -> Work:
     return lambda mesh: mesh[Axis.TENSOR].recv(torch.empty(2), source, tag=Tag(tensor=label)).wait()
 
 
-def test_a_sender_is_waited_for_too() -> None:
-    """Catches a receive without a time-out, or that takes a rank's collectives for its sends."""
+def test_a_missing_sender_is_named() -> None:
+    """Catches a receive without a timeout, and one that counts a rank's collectives as its
+    sends.
+    """
     receives = [_receive("part 1", 1), _receive("part 2", 1)]
     sends = [_send("part 1", 0), _sleep, _gather(Axis.TENSOR, "never")]
     first, second = run_ranks(2, _said, [receives, sends])
@@ -99,7 +102,7 @@ def test_a_sender_is_waited_for_too() -> None:
 
 
 def _fail(rank: int) -> str:
-    """Rank 1 closes its connections."""
+    """Close the connections of rank 1, and return what rank 0 reports."""
     mesh = Mesh(topology(2, mode=Mode.MTP, tensor=2), rank)
     roll_call = RollCall(mesh.host, mesh.opened, grace_seconds=60)
     if rank == 1:
@@ -113,7 +116,7 @@ def _fail(rank: int) -> str:
     return str(caught.value)
 
 
-def test_a_lost_connection_is_told_at_once() -> None:
-    """Catches the start of new ranks held up by those who wait for a dead one to answer."""
+def test_a_lost_connection_is_reported_at_once() -> None:
+    """Catches a restart that is delayed while ranks wait for an answer of a dead one."""
     said, _ = run_ranks(2, _fail)
     assert said.startswith("all_gather of x in the tensor group [0, 1] (number 1 there): ")

@@ -1,4 +1,4 @@
-"""What a log keeps and times for those who ask, and what it spares those who do not."""
+"""The log of transfers: what it keeps and times for its observers, and no cost without them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ CPU = torch.device("cpu")
 
 
 class _Seen(list[TimedTransfer], Observer):
-    """An observer that keeps the transfers."""
+    """An observer that keeps all transfers."""
 
     def launched(self, transfer: TimedTransfer) -> None:
         self.append(transfer)
@@ -45,8 +45,8 @@ def _unasked(rank: int) -> None:
     assert channel.log.take() == channel.log.transfers == []
 
 
-def test_a_log_keeps_nothing_for_nobody() -> None:
-    """Catches a loop of one's own whose memory grows with every collective."""
+def test_a_log_without_observers_keeps_nothing() -> None:
+    """Catches a user's training loop whose memory grows with every collective."""
     run_ranks(2, _unasked)
 
 
@@ -54,7 +54,7 @@ def _ended_without_a_wait(rank: int, listens: bool) -> bool:
     channel, seen = Channel(dist.group.WORLD), _Seen()
     channel.log.observer, channel.log.listens = seen, listens
     pending = channel.all_reduce(torch.ones(4))
-    _moves(channel, 1)  # behind it
+    _moves(channel, 1)  # after the all-reduce
     for _ in range(100 if listens else 10):
         time.sleep(0.01)
         if seen[0].ended:
@@ -65,8 +65,8 @@ def _ended_without_a_wait(rank: int, listens: bool) -> bool:
     return ended
 
 
-def test_threads_of_gloo_tell_python_only_of_what_it_listens_to() -> None:
-    """Catches a script that is aborted as it ends, since what it leaves under way calls Python."""
+def test_gloo_threads_call_python_only_if_the_log_listens() -> None:
+    """Catches a script aborted at exit because a transfer in flight calls into Python."""
     for listens in (True, False):
         assert run_ranks(2, _ended_without_a_wait, listens) == [listens] * 2
 
@@ -74,7 +74,7 @@ def test_threads_of_gloo_tell_python_only_of_what_it_listens_to() -> None:
 def _untimed(rank: int) -> None:
     with Device() as device:
         channel, seen = Channel(dist.group.WORLD), _Seen()
-        channel.log.collect()  # to count is not to time
+        channel.log.collect()  # collecting counts, but does not time
         _moves(channel, 3)
         assert (device.timed, device.made) == ([], [])
         assert [t.exposed for t in channel.log.take()] == [0, 0, 0]
@@ -90,8 +90,10 @@ def _untimed(rank: int) -> None:
         assert len(seen) == 2
 
 
-def test_a_device_is_timed_only_while_somebody_looks() -> None:
-    """Catches events and streams that cost every collective something, and go on when left."""
+def test_a_device_is_timed_only_with_an_observer() -> None:
+    """Catches CUDA events and streams that slow every collective, and timing that continues
+    afterwards.
+    """
     run_ranks(2, _untimed)
 
 
@@ -116,8 +118,8 @@ def _side_by_side(rank: int) -> None:
 
 
 def test_each_channel_has_its_own_times() -> None:
-    """Catches a transfer that seems to end with a longer one launched before it in another group,
-    and a wait of a stream that computes nothing counted as exposed.
+    """Catches a transfer that seems to end with a longer, earlier one of another group, and the
+    wait of a stream without compute counted as exposed.
     """
     run_ranks(2, _side_by_side)
 
@@ -138,13 +140,15 @@ def _under_way(rank: int) -> None:
         assert channel.log.take() == []
 
 
-def test_the_host_does_not_wait_for_waits_of_the_device() -> None:
-    """Catches a host that stands still at each step until the next one's weights are there."""
+def test_the_host_does_not_block_on_waits_of_the_device() -> None:
+    """Catches a host that blocks in each step until the weights of the next step have arrived."""
     run_ranks(2, _under_way)
 
 
-def test_times_are_as_fine_after_hours() -> None:
-    """Catches times that are all counted from the first event, in float32: 4 ms after 10 hours."""
+def test_times_stay_precise_after_hours() -> None:
+    """Catches times measured from the first event in float32, which have an error of 4 ms after 10
+    h.
+    """
     with Device():
         log = CommLog()
         log.collect(CPU)

@@ -1,4 +1,4 @@
-"""Ranks that meet through torchrun's store, once and again."""
+"""Ranks that rendezvous through torchrun's store, at first and after a restart."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.toolkit import topology
 
 
 def _meet(rank: int, port: int, restarts: int) -> float:
-    """What the ranks sum up to, after rank 0 has come later than rank 1."""
+    """Return the sum over the ranks after a rendezvous to which rank 0 comes later than rank 1."""
     dist.barrier()
     dist.destroy_process_group()
     os.environ.update(
@@ -40,15 +40,15 @@ def _meet(rank: int, port: int, restarts: int) -> float:
     return x.item()
 
 
-def test_ranks_that_are_started_again_meet() -> None:
-    """Catches new ranks that look for dead ones, whose addresses are in the store still."""
+def test_restarted_ranks_rendezvous() -> None:
+    """Catches new ranks that connect to dead ones whose addresses are still in the store."""
     agent = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     for restarts in (0, 1):
         assert run_ranks(2, _meet, agent.port, restarts) == [3.0, 3.0]
 
 
-def test_a_port_in_use_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches torch's traceback where another run, or another program, has the port."""
+def test_a_port_in_use_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches torch's traceback where another run or another program uses the port."""
     with socket.socket() as taken:
         taken.bind(("", 0))
         taken.listen()
@@ -67,7 +67,9 @@ def _fail() -> list[str]:
 
 
 class _NotedStore(dist.Store):
-    """A store that has a fault, keeps nothing, and notes for how many seconds it is waited for."""
+    """A store that contains an error, stores nothing, and records how many seconds a wait may
+    take.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -85,11 +87,12 @@ class _NotedStore(dist.Store):
 
 
 @pytest.mark.parametrize("rank", ["0", "1"])
-def test_ranks_wait_until_all_have_read_the_fault_of_rank_0(
+def test_ranks_wait_until_all_have_read_the_error_of_rank_0(
     monkeypatch: pytest.MonkeyPatch, rank: str
 ) -> None:
-    """Catches a store that ends before ranks of another machine, which come later, have read it,
-    also as a rank that fails first has rank 0 ended, and a wait beyond what the user allows."""
+    """Catches a store that closes before late ranks of another machine have read the error, also if
+    a rank that fails first ends rank 0, and a wait beyond the user's timeout.
+    """
     store = _NotedStore()
     monkeypatch.setattr(world, "_rendezvous_store", lambda timeout: store)
     monkeypatch.setenv("RANK", rank)
@@ -100,7 +103,7 @@ def test_ranks_wait_until_all_have_read_the_fault_of_rank_0(
     assert store.waited == [60.0, 20.0]
 
 
-def test_a_long_choice_of_rank_0_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_timeout_while_rank_0_chooses_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches the store's traceback on ranks that have waited for too long."""
     store = dist.HashStore()
     store.set_timeout(timedelta(seconds=0.01))
@@ -112,10 +115,12 @@ def test_a_long_choice_of_rank_0_is_told(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 @pytest.mark.parametrize("name", ["RANK", "WORLD_SIZE"])
-def test_a_variable_of_another_launcher_makes_no_world(
+def test_rank_or_world_size_alone_makes_no_world(
     monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    """Catches a process that looks for others, as one of the two variables alone is set."""
+    """Catches a process that waits for other ranks although only one of the two variables
+    is set.
+    """
     monkeypatch.delenv("RANK", raising=False)
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     monkeypatch.setenv(name, "16")
@@ -127,7 +132,7 @@ def test_a_variable_of_another_launcher_makes_no_world(
 
 
 class _Options:
-    """Stands in for the options of NCCL, which torch has not on every machine."""
+    """A stand-in for the options of NCCL, which torch has only where it is built with NCCL."""
 
     def __init__(self, *, is_high_priority_stream: bool) -> None:
         self.is_high_priority_stream = is_high_priority_stream
@@ -138,9 +143,9 @@ class _NCCL:
     Options = _Options
 
 
-def test_all_that_travels_is_ahead_of_compute(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches a stream of ours or of NCCL's on which transfers wait behind a long kernel, and
-    options that two process groups share: torch writes into them.
+def test_all_communication_streams_have_high_priority(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a stream on which transfers wait for a long kernel, and options that two process
+    groups share, since torch writes into them.
     """
     asked: list[dict[str, Any]] = []
     cuda = torch.device("cuda", 0)
@@ -168,7 +173,7 @@ def test_all_that_travels_is_ahead_of_compute(monkeypatch: pytest.MonkeyPatch) -
 
 
 def _settings(monkeypatch: pytest.MonkeyPatch, device: torch.device, **variables: str) -> list[str]:
-    """What entering a world of one rank asks of the allocator, in the order of its calls."""
+    """Return the calls that set up the allocator, in order, when a world of one rank is entered."""
     for name in cuda.ALLOCATOR_VARIABLES:
         monkeypatch.delenv(name, raising=False)
     for name, value in variables.items():
@@ -180,9 +185,9 @@ def _settings(monkeypatch: pytest.MonkeyPatch, device: torch.device, **variables
         return calls
 
 
-def test_segments_expand_unless_the_user_says_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches a default that comes too late, or in the place of what the user has set, and words
-    that torch does not know.
+def test_expandable_segments_are_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a default set too late or over the user's setting, and settings that torch
+    rejects.
     """
     torch._C._accelerator_setAllocatorSettings("expandable_segments:False")
     gpu = torch.device("cuda", 0)
@@ -195,13 +200,13 @@ def test_segments_expand_unless_the_user_says_otherwise(monkeypatch: pytest.Monk
 @pytest.mark.parametrize(
     ("number", "warned"), [("1", True), ("7", True), ("8", False), ("32", False), (None, False)]
 )
-def test_too_few_queues_to_the_device_are_told(
+def test_a_low_cuda_device_max_connections_is_reported(
     number: str | None,
     warned: bool,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """Catches the variable of Megatron-LM's scripts that silently takes the overlap away."""
+    """Catches Megatron-LM's CUDA_DEVICE_MAX_CONNECTIONS=1, which silently disables overlap."""
     monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
     variables = {} if number is None else {"CUDA_DEVICE_MAX_CONNECTIONS": number}
     _settings(monkeypatch, torch.device("cpu"), **variables)
@@ -213,10 +218,10 @@ def test_too_few_queues_to_the_device_are_told(
     assert os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] == (number or "32")
 
 
-def test_a_device_that_was_started_before_is_told(
+def test_a_device_started_before_the_setting_is_reported(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Catches a number of queues that is set when nobody reads it any more."""
+    """Catches a number of queues that is set after CUDA has read it."""
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     gpu, name = torch.device("cuda", 0), "CUDA_DEVICE_MAX_CONNECTIONS"
     monkeypatch.delenv(name, raising=False)

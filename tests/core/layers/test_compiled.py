@@ -1,4 +1,4 @@
-"""Rotations and SwiGLU: compiled beside the plain ones, on CPU by inductor's C++."""
+"""Rotations and SwiGLU: compiled against uncompiled, on the CPU by inductor's C++."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ def _draw(length: int, dtype: torch.dtype, device: torch.device) -> Callable[...
 
 
 Outcome = tuple[list[Tensor], list[Tensor]]
-"""Results with their gradients, and what was kept between them."""
+"""Results with their gradients, and the tensors saved in between."""
 
 
 def _run(
     layer: str, length: int, dtype: torch.dtype, device: torch.device, *, compiled: bool
 ) -> Outcome:
     draw = _draw(length, dtype, device)
-    if layer == "rotation":  # of a part of a fused tensor, as a model has it
+    if layer == "rotation":  # x is a slice of a fused tensor, as in a model
         angles = RotaryEmbedding(SIZE)(
             torch.arange(2 * length, device=device).view(2, length), dtype=dtype
         )
@@ -75,26 +75,26 @@ LAYERS = ("rotation", "swiglu")
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("layer", LAYERS)
-def test_formulas_and_what_is_kept(layer: str, dtype: torch.dtype) -> None:
-    """Catches another formula, a gradient of the wrong input, and more that is kept."""
+def test_formulas_and_saved_tensors_match_the_plain_ones(layer: str, dtype: torch.dtype) -> None:
+    """Catches another formula, a gradient of the wrong input, and more saved tensors."""
     with torch.compiler.set_stance("force_eager"):
         _check(layer, LENGTHS[-1], dtype)
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)  # compilers take their time on a busy machine
+@pytest.mark.timeout(600)  # compilers are slow on a busy machine
 @pytest.mark.parametrize(
     ("layer", "dtype"), [("rotation", torch.float32), ("swiglu", torch.bfloat16)]
 )
-def test_kernels_of_any_length(layer: str, dtype: torch.dtype) -> None:
-    """Catches a kernel that computes something else, and one that is compiled for each length."""
+def test_one_kernel_serves_all_lengths(layer: str, dtype: torch.dtype) -> None:
+    """Catches a kernel that computes something else, and one compiled for each length."""
     _check_lengths(layer, dtype, CPU)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("layer", LAYERS)
-def test_gpu_kernels(layer: str) -> None:
-    """Catches the same of kernels by triton."""
+def test_kernels_match_on_a_gpu(layer: str) -> None:
+    """Catches triton kernels that compute something else, or that are compiled for each length."""
     _check_lengths(layer, torch.bfloat16, torch.device("cuda"))
 
 
@@ -107,10 +107,12 @@ def _check_lengths(layer: str, dtype: torch.dtype, device: torch.device) -> None
     assert not counters["graph_break"]
 
 
-def test_without_a_compiler(
+def test_a_run_without_a_compiler_continues_and_logs_it(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Catches a run that dies of what only makes it faster, and one that never learns of it."""
+    """Catches a run that ends because a mere optimization fails, and a fallback that is not
+    logged.
+    """
 
     def fail(x: Tensor) -> Tensor:
         raise RuntimeError("no C++ compiler\nits output")
@@ -127,8 +129,8 @@ def test_without_a_compiler(
     assert "RuntimeError: no C++ compiler): install triton" in record.message
 
 
-def test_where_it_is_compiled() -> None:
-    """Catches kernels compiled where nobody asked for them, or for tensors without memory."""
+def test_kernels_are_compiled_on_request_or_on_cuda() -> None:
+    """Catches kernels compiled although the key says no, or for tensors on meta."""
     with torch.compiler.set_stance("force_eager"):
         assert compiled.compiles.__wrapped__(True, CPU)
     for when, device in (("auto", "cpu"), (False, "cuda"), (True, "meta"), ("auto", "meta")):
@@ -137,8 +139,8 @@ def test_where_it_is_compiled() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("features", [7, 64, 100])
-def test_it_is_what_autograd_makes_of_it(dtype: torch.dtype, features: int) -> None:
-    """Catches a gradient given to the other one, or written before it was read."""
+def test_swiglu_equals_the_gradients_of_autograd(dtype: torch.dtype, features: int) -> None:
+    """Catches gradients of gate and up that are swapped, and one written before it was read."""
     gate, up = (torch.randn(2, 33, features, dtype=dtype, requires_grad=True) for _ in range(2))
     dy = torch.randn(2, 33, features, dtype=dtype)
     expected, found = F.silu(gate) * up, swiglu(gate, up)
@@ -148,8 +150,8 @@ def test_it_is_what_autograd_makes_of_it(dtype: torch.dtype, features: int) -> N
         assert torch.equal(of_found, of_expected)
 
 
-def test_its_input_is_all_that_is_kept() -> None:
-    """Catches silu(gate) kept beside it."""
+def test_swiglu_saves_only_its_inputs() -> None:
+    """Catches silu(gate) saved in addition."""
     inputs = torch.randn(2, 3, 4, requires_grad=True).unbind()
     with saving() as kept:
         swiglu(*inputs)

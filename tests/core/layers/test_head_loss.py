@@ -26,19 +26,19 @@ from tests.train.runs import Layout, Meshes
 
 B, S, D, V = 2, 12, 8, 52
 CHUNKS = (0, 1, 5, 7, 18, 1000)
-"""Tokens; the losses of a chunk are of B rows, so 1 is one position of each."""
+"""Tokens of a chunk; a chunk has B rows, so 1 means one position of each row."""
 VOCAB = WeightConfig(vocab_parallel_loss=True)
 
 
 class Full(NamedTuple):
-    """As `isp.core.weights.wp_communicator.FullWeights`."""
+    """A stand-in for `isp.core.weights.wp_communicator.FullWeights`."""
 
     weight: Tensor
     bias: Tensor | None
 
 
 class NeedsGrad(NamedTuple):
-    """What plain torch finds."""
+    """Inputs, losses and gradients computed by plain torch."""
 
     x: Tensor
     weight: Tensor
@@ -97,7 +97,7 @@ def _check(mesh: Mesh, mode: Mode, options: WeightConfig, chunk: int) -> None:
         head.weight.copy_(head.layouts["weight"].shard(wanted.weight))
 
     def own(t: Tensor) -> Tensor:
-        """This rank's tokens, as they come to the head."""
+        """Return this rank's tokens in the layout of the head's input."""
         return t.chunk(tensor.size, 1)[tensor.rank] if mode is not Mode.MTP else t
 
     x = own(wanted.x).clone().requires_grad_()
@@ -137,8 +137,9 @@ def _all(rank: int, layouts: list[Layout]) -> None:
 
 @pytest.mark.parametrize("world", [1, 2, 4])
 def test_every_chunk_size_gives_loss_and_gradients_of_plain_torch(world: int) -> None:
-    """Catches tokens and labels cut or gathered in another order, a chunk left out or counted
-    twice, a gradient that ignores what becomes of the loss, and reductions per rank."""
+    """Catches tokens and labels cut or gathered in different orders, a chunk missing or counted
+    twice, a gradient that ignores the factor of the loss, and a reduction over each rank alone.
+    """
     isp = Layout(tensor=world, weight=world)
     layouts = [Layout(mode=mode, tensor=world) for mode in (Mode.MTP, Mode.MSP, Mode.FSP)]
     run_ranks(world, _all, [isp, Layout(tensor=world, weight=world, options=VOCAB), *layouts])
@@ -155,8 +156,8 @@ def solo_head(
 
 
 @pytest.mark.parametrize("chunk", [0, 5])
-def test_only_what_is_wanted_is_computed(chunk: int) -> None:
-    """Catches gradients of a frozen head or input, and those of an evaluation."""
+def test_only_needed_gradients_are_computed(chunk: int) -> None:
+    """Catches products for the gradient of a frozen head or input, and for evaluation."""
     wanted, products = plain(), []
 
     def note(name: str, *_: Any) -> None:
@@ -185,8 +186,10 @@ def test_only_what_is_wanted_is_computed(chunk: int) -> None:
         head.weight.grad = None
 
 
-def test_gradients_that_are_returned_or_not_asked_for() -> None:
-    """Catches a gradient for `torch.autograd.grad` that is sent elsewhere, or one nobody wants."""
+def test_autograd_grad_returns_only_the_requested_gradients() -> None:
+    """Catches a gradient for `torch.autograd.grad` that is delivered elsewhere, and an unrequested
+    one.
+    """
     wanted, (head, of_head) = plain(), solo_head(5)
     x = wanted.x.clone().requires_grad_()
     (dw,) = torch.autograd.grad(of_head.total(x, wanted.labels), head.weight)
@@ -197,8 +200,8 @@ def test_gradients_that_are_returned_or_not_asked_for() -> None:
     assert head.weight.grad is None
 
 
-def test_going_backward_twice_is_refused() -> None:
-    """Catches gradients that are scaled in their place, and given a second time."""
+def test_a_second_backward_is_refused() -> None:
+    """Catches gradients that are scaled in place and then returned a second time."""
     wanted, (_, of_head) = plain(), solo_head(5)
     loss = 2 * of_head.total(wanted.x, wanted.labels)
     loss.backward(retain_graph=True)
@@ -206,10 +209,10 @@ def test_going_backward_twice_is_refused() -> None:
         loss.backward()
 
 
-def test_narrow_chunks_are_added_up_wide() -> None:
-    """bfloat16: the sum over 24 chunks is as near to float64's as one product is.
+def test_bfloat16_chunks_are_summed_in_float32() -> None:
+    """Catches a sum of chunks in bfloat16, and gradients of another dtype than the weight.
 
-    Catches a sum of chunks in bfloat16, and a dtype of gradients that is not the weight's.
+    The sum over 24 chunks must be as close to float64 as one product is.
     """
     wanted, far = plain(), {}
     for chunk in (0, 1):
@@ -222,8 +225,10 @@ def test_narrow_chunks_are_added_up_wide() -> None:
     assert far[1] < 1.1 * far[0] < 0.02
 
 
-def test_a_loss_scale_is_in_the_gradients_of_logits() -> None:
-    """float16: catches gradients computed for 1 and scaled afterwards, when they have vanished."""
+def test_a_loss_scale_is_applied_to_the_gradients_of_logits() -> None:
+    """Catches float16 gradients that are computed for a scale of 1, where they vanish, and scaled
+    later.
+    """
     wanted, (head, of_head) = plain(), solo_head(5, torch.float16)
     x, vanished, found = (3 * wanted.x).half(), {}, {}
     full = Full(head.weight.detach(), None)

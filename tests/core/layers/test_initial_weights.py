@@ -1,4 +1,4 @@
-"""Initial weights: the same in every layout, and drawn only for a rank's own shards."""
+"""Initial weights: equal in every layout, and drawn only for a rank's own shards."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ SHAPES = {
 
 
 def _layouts(name: str, parts: int) -> list[list[ParameterLayout]]:
-    """Of all shards of a shape, by dim."""
+    """Return the layouts of all shards of a shape, cut along `dim`."""
     shape, segments = SHAPES[name]
     return [
         [
@@ -52,7 +52,7 @@ def _normal(stream: MasterStream, layout: ParameterLayout, std: float) -> Tensor
 
 
 class Drawn(Operations):
-    """Counts the numbers that are drawn."""
+    """Counts the random numbers that are drawn."""
 
     def __init__(self) -> None:
         super().__init__(self._count)
@@ -64,8 +64,8 @@ class Drawn(Operations):
 
 
 @pytest.mark.parametrize("name", SHAPES)
-def test_shards_are_parts_of_one_whole(name: str) -> None:
-    """Catches values that depend on the layout, at uneven, empty and fused cuts."""
+def test_initial_shards_are_parts_of_one_tensor(name: str) -> None:
+    """Catches values that depend on the layout, for uneven, empty and fused cuts."""
     ((whole_layout,), *_) = _layouts(name, 1)
     whole = _normal(STREAM, whole_layout, 0.02)
     assert whole.std() == pytest.approx(0.02, rel=5 / math.sqrt(2 * whole.numel()))
@@ -76,8 +76,8 @@ def test_shards_are_parts_of_one_whole(name: str) -> None:
 
 
 @pytest.mark.parametrize(("name", "first"), [("matrix", 70), ("fused", 260), ("vector", 16_500)])
-def test_rows_are_those_of_the_larger_parameter(name: str, first: int) -> None:
-    """Catches rows of other tiles, where q, k and v were drawn as one."""
+def test_rows_of_a_fused_parameter_are_initialized_as_part_of_it(name: str, first: int) -> None:
+    """Catches q, k and v drawn from other tiles than those of the fused parameter."""
     ((whole_layout,), *_) = _layouts(name, 1)
     rows = whole_layout.global_shape[0]
     wanted = _normal(STREAM, whole_layout, 1.0)[first : first + 80]
@@ -87,8 +87,8 @@ def test_rows_are_those_of_the_larger_parameter(name: str, first: int) -> None:
         assert torch.equal(_normal(stream, own, 1.0), own.shard(wanted)), own
 
 
-def test_streams_differ() -> None:
-    """Catches a seed or a name that has no say."""
+def test_seeds_and_names_give_different_weights() -> None:
+    """Catches a seed or a name that has no effect."""
     ((layout,), *_) = _layouts("matrix", 1)
     others = [STREAM, MasterStream(6, STREAM.name), MasterStream(5, "layers.2.attention.qkv")]
     values = [_normal(stream, layout, 1.0) for stream in others]
@@ -96,8 +96,10 @@ def test_streams_differ() -> None:
 
 
 @pytest.mark.parametrize("dim", [0, 1])
-def test_a_rank_draws_its_own_part(dim: int) -> None:
-    """Catches a rank that draws the whole; what is drawn beyond its part are tiles that are cut."""
+def test_a_rank_draws_only_its_own_tiles(dim: int) -> None:
+    """Catches a rank that draws the whole tensor; only tiles that are cut may be drawn in
+    excess.
+    """
     layout = ParameterLayout(
         global_shape=(2000, 2000), dim=dim, parts=8, index=3, reduce_over=Axis.DATA
     )

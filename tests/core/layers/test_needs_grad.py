@@ -29,7 +29,7 @@ Full = dict[str, Tensor]
 
 
 class Net(nn.Module):
-    """Embedding, two linears that may be recomputed, head; gives what is between, too."""
+    """Embedding, two linears that may be recomputed, and head; also returns the hidden states."""
 
     def __init__(self, layers: ToolkitLayers, *, recomputes: bool) -> None:
         super().__init__()
@@ -59,7 +59,9 @@ def plainly(ids: Tensor, p: Full) -> tuple[Tensor, Tensor]:
 
 
 class Bench:
-    """A net of one mode on this rank, its plain twin, and what delivers its gradients."""
+    """A net in one mode on this rank, the expected results, and the objects that deliver
+    gradients.
+    """
 
     def __init__(self, mesh: Mesh, mode: Mode, route: str, *, recomputes: bool) -> None:
         self.mesh = mesh
@@ -103,20 +105,20 @@ class Bench:
         return t.chunk(data.size)[data.rank]
 
     def _own(self, t: Tensor) -> Tensor:
-        """This rank's part of what is between the layers."""
+        """Return this rank's part of the hidden states."""
         if self.mesh.topology.mode is Mode.MTP:
             return self._rows(t)
         tensor = self.mesh[Axis.TENSOR]
         return self._rows(t).chunk(tensor.size, 1)[tensor.rank]
 
     def settle(self) -> None:
-        """Deliver what is on its way or put off."""
+        """Deliver gradients that are in flight or deferred."""
         self.put_off.drain()
         if isinstance(self.communicator, ISPCommunicator):
             self.communicator.finish()
 
     def check(self, name: str, found: Tensor, times: int = 1) -> None:
-        """Compare a gradient with `times` the plain one."""
+        """Check that a gradient is `times` the expected one."""
         layout = next(item.layout for item in self.items if item.name == name)
         summed = self.mesh[layout.reduce_over].all_reduce(found.clone()).wait()
         close(summed, times * layout.shard(self.expected[name]), name)
@@ -128,8 +130,8 @@ def close(found: Tensor, expected: Tensor, what: str) -> None:
     )
 
 
-def ask(bench: Bench) -> None:
-    """For an activation, for all parameters, for some of both to keep, and then for everything."""
+def request_gradients(bench: Bench) -> None:
+    """Request gradients of an activation, of all parameters, of some of both, and of everything."""
     loss, net = bench.y.square().sum(), bench.net
     (found,) = torch.autograd.grad(loss, bench.x, retain_graph=True)
     close(found, bench.x_wanted, "x")
@@ -162,7 +164,7 @@ def run_all(rank: int, world: int) -> int:
         mesh = Mesh(topology(world, mode=mode, tensor=world, weight=weight), rank)
         for route, recomputes in itertools.product(ROUTES, (False, True)):
             try:
-                ask(Bench(mesh, mode, route, recomputes=recomputes))
+                request_gradients(Bench(mesh, mode, route, recomputes=recomputes))
             except Exception as error:
                 raise AssertionError(f"{mode=} {route=} {recomputes=}") from error
             runs += 1
@@ -170,6 +172,6 @@ def run_all(rank: int, world: int) -> int:
 
 
 @pytest.mark.parametrize("world", [1, 2])
-def test_only_what_is_asked_for(world: int) -> None:
-    """Catches gradients of weights that nobody asked for, and None for those that were."""
+def test_only_requested_gradients_are_computed(world: int) -> None:
+    """Catches gradients of weights that were not requested, and None for requested ones."""
     assert run_ranks(world, run_all, world) == [18] * world

@@ -1,4 +1,4 @@
-"""Rotary embeddings against the textbook rotation and the published scaling formulas."""
+"""Rotary embeddings against the standard rotation and the published scaling formulas."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ HEAD_DIM, BASE, ORIGINAL = 16, 10_000.0, 128
 
 
 def _positions() -> Tensor:
-    """[2, 9]: two rows that restart in different places, and one far position."""
+    """Return positions [2, 9]: rows that restart at different places, and one far position."""
     return torch.tensor([[0, 1, 2, 3, 0, 1, 2, 0, 1], [5, 6, 7, 8, 9, 10, 11, 12, 1_000_000]])
 
 
 def _rotate_half(x: Tensor, positions: Tensor, inverse: Tensor, scale: float) -> Tensor:
-    """The usual formula, x cos + rotate_half(x) sin with cos and sin doubled to the head size."""
+    """Return x cos + rotate_half(x) sin, with cos and sin repeated to the head size."""
     angles = positions[..., None].double() * inverse
     angles = torch.cat((angles, angles), dim=-1)[:, :, None]  # [B, S, 1, d]
     half = x.shape[-1] // 2
@@ -29,8 +29,10 @@ def _rotate_half(x: Tensor, positions: Tensor, inverse: Tensor, scale: float) ->
 
 
 @pytest.mark.parametrize("type_", list(RopeScalingType))
-def test_turn_and_gradient_match_rotate_half(type_: RopeScalingType) -> None:
-    """Catches interleaved pairs, a turn the wrong way, a lost factor, a wrong backward."""
+def test_rotation_and_gradient_match_rotate_half(type_: RopeScalingType) -> None:
+    """Catches interleaved pairs, a rotation in the wrong direction, a lost factor, a wrong
+    backward.
+    """
     scaling = RopeScaling(type=type_, factor=4.0, original_max_position_embeddings=ORIGINAL)
     rotary = RotaryEmbedding(HEAD_DIM, base=BASE, scaling=scaling)
     x = torch.randn(2, 9, 3, HEAD_DIM, dtype=torch.float64, requires_grad=True)
@@ -47,8 +49,8 @@ def test_turn_and_gradient_match_rotate_half(type_: RopeScalingType) -> None:
     assert not torch.equal(out, x)
 
 
-def test_strided_input_and_narrow_dtypes() -> None:
-    """Catches kernels that assume a packed x, and bfloat16 that is computed in bfloat16."""
+def test_strided_and_bfloat16_inputs_are_rotated() -> None:
+    """Catches kernels that assume a contiguous x, and bfloat16 that is computed in bfloat16."""
     cos, sin = RotaryEmbedding(HEAD_DIM)(_positions())
     assert cos.dtype == sin.dtype == torch.float32
     qkv = torch.randn(2, 9, 3, 4, HEAD_DIM)
@@ -62,7 +64,7 @@ def test_strided_input_and_narrow_dtypes() -> None:
     assert torch.equal(out, apply_rotary(narrow.float(), cos, sin).bfloat16())
 
 
-def test_scores_depend_on_distance_alone() -> None:
+def test_scores_depend_only_on_distance() -> None:
     """Catches positions that are scaled or offset between q and k."""
     q, k = (torch.randn(1, 1, 1, HEAD_DIM, dtype=torch.float64) for _ in range(2))
 
@@ -86,8 +88,10 @@ def test_far_positions_keep_their_precision() -> None:
     torch.testing.assert_close(cos[0, 0], torch.tensor(expected), rtol=0, atol=1e-6)
 
 
-def test_scaled_frequencies_at_their_ends() -> None:
-    """Catches a scaling that bends the wrong end of the spectrum, or swaps kept and divided."""
+def test_scaling_changes_the_low_frequencies() -> None:
+    """Catches a scaling that changes the wrong end of the spectrum, or swaps kept and divided
+    ones.
+    """
     plain = inverse_frequencies(HEAD_DIM, BASE, RopeScaling())
     factor = 8.0
 
@@ -111,8 +115,8 @@ def test_scaled_frequencies_at_their_ends() -> None:
     assert longer[-1] == pytest.approx(factor * 4 - (factor - 1))
 
 
-def test_yarn_attention_factor() -> None:
-    """Catches a factor that is squared, forgotten, or that ignores the mscale fields."""
+def test_yarn_scales_attention_by_its_factor() -> None:
+    """Catches a factor that is squared or missing, and ignored mscale fields."""
     yarn = {"type": RopeScalingType.YARN, "factor": 16.0, "original_max_position_embeddings": 64}
     expected = 0.1 * math.log(16.0) + 1
     assert RopeScaling(**yarn).logit_scale == pytest.approx(expected)  # type: ignore[arg-type]
@@ -135,13 +139,13 @@ def test_yarn_attention_factor() -> None:
     ],
 )
 def test_impossible_scalings_are_refused(fields: dict[str, object], message: str) -> None:
-    """Catches a configuration that would be ignored in silence."""
+    """Catches a rope_scaling that would silently be ignored."""
     with pytest.raises(ValueError, match=message):
         RopeScaling(**fields)  # type: ignore[arg-type]
 
 
 def test_wrong_head_sizes_are_refused() -> None:
-    """Catches cos and sin of another head size, which broadcasting could let through."""
+    """Catches cos and sin of another head size, which broadcasting could accept."""
     with pytest.raises(ValueError, match="even head size"):
         RotaryEmbedding(7)
     cos, sin = RotaryEmbedding(8)(_positions())

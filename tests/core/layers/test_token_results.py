@@ -36,7 +36,7 @@ TEMPERATURE = 0.7
 
 
 def _row_labels() -> RowLabels:
-    """Labels of all rows but one, in no order: one each, and three more of two rows."""
+    """Return labels of all rows but one, unsorted: one for each, and three more for two rows."""
     random = torch.Generator().manual_seed(5)
     rows = torch.cat([torch.arange(1, B * S), torch.tensor([4, 17, 4, 17, 4, 17])])
     rows = rows[torch.randperm(len(rows), generator=random)]
@@ -51,7 +51,9 @@ WEIGHTS = torch.randn(len(LABELS.rows), 3, generator=torch.Generator().manual_se
 
 
 def plain_scores(logits: Tensor, labels: Tensor) -> Tensor:
-    """Return log-probability, log-sum-exp and entropy of labels [m], from their rows' logits."""
+    """Return log-probability, log-sum-exp and entropy for labels [m], given the logits of their
+    rows.
+    """
     log_p = logits.log_softmax(-1)
     of_label = log_p.gather(-1, labels.clamp(min=0).unsqueeze(-1)).squeeze(-1)
     found = [of_label, logits.logsumexp(-1), -(log_p.exp() * log_p).sum(-1)]
@@ -69,7 +71,7 @@ def plain_row_scores() -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _own_labels(labels: RowLabels, parts: int, part: int) -> tuple[RowLabels, Tensor]:
-    """Return the labels of a rank's slice of each sequence, and their numbers among all."""
+    """Return the labels of a rank's slice of each sequence, and their indices among all labels."""
     size = S // parts
     batch, place = labels.rows // S, labels.rows % S
     (own,) = (place // size == part).nonzero(as_tuple=True)
@@ -88,7 +90,7 @@ def _check_rows(mesh: Mesh, layout: Layout, chunk: int) -> None:
         head.weight.copy_(head.layouts["weight"].shard(plain().weight))
 
     def own_tokens(t: Tensor) -> Tensor:
-        """Return this rank's tokens, as they come to the head."""
+        """Return this rank's tokens in the layout of the head's input."""
         return t.chunk(tensor.size, 1)[tensor.rank] if mode is not Mode.MTP else t
 
     labels, own = LABELS, torch.arange(len(LABELS.rows))
@@ -116,7 +118,7 @@ def _all(rank: int, layouts: list[Layout]) -> None:
 
 @pytest.mark.parametrize("world", [1, 2, 4])
 def test_several_labels_of_a_row_score_as_in_plain_torch(world: int) -> None:
-    """Catches a label of another row or chunk, and a row whose softmax counts one label alone."""
+    """Catches a label of another row or chunk, and a row whose softmax counts only one label."""
     isp = Layout(tensor=world, weight=world)
     layouts = [Layout(mode=mode, tensor=world) for mode in (Mode.MTP, Mode.MSP, Mode.FSP)]
     run_ranks(world, _all, [isp, Layout(tensor=world, weight=world, options=VOCAB), *layouts])
@@ -124,8 +126,8 @@ def test_several_labels_of_a_row_score_as_in_plain_torch(world: int) -> None:
 
 @pytest.mark.parametrize("entropy", [False, True])
 @pytest.mark.parametrize("chunk", CHUNKS)
-def test_one_label_a_row_has_the_bits_of_labels_by_token(chunk: int, entropy: bool) -> None:
-    """Catches a second way to compute the same scores that rounds differently."""
+def test_one_label_a_row_gives_the_bits_of_per_token_labels(chunk: int, entropy: bool) -> None:
+    """Catches a second code path for the same scores that rounds differently."""
     wanted, rules = plain(), TokenScoreRules(entropy=entropy)
     given = WEIGHTS[:1, : 2 + entropy]
     found = []
@@ -141,8 +143,8 @@ def test_one_label_a_row_has_the_bits_of_labels_by_token(chunk: int, entropy: bo
         assert torch.equal(by_token, by_row)
 
 
-def test_whole_logits_take_several_labels_of_a_row() -> None:
-    """Catches rows that are counted in another order where the logits exist as a whole."""
+def test_whole_logits_allow_several_labels_a_row() -> None:
+    """Catches rows in another order where the logits exist as a whole."""
     expected, dx, _ = plain_row_scores()
     x = plain().x.clone().requires_grad_()
     logits = F.linear(x, plain().weight)
@@ -166,8 +168,8 @@ RULES: dict[str, tuple[ResultRules, Tensor]] = {
 
 @pytest.mark.parametrize("name", RULES)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_results_of_logits_leave_the_logits_as_they_are(name: str, dtype: torch.dtype) -> None:
-    """Catches a rule that overwrites logits of a narrow dtype, which are not copied first."""
+def test_results_do_not_change_the_logits(name: str, dtype: torch.dtype) -> None:
+    """Catches a rule that overwrites bfloat16 logits, which are not copied first."""
     rules, beside = RULES[name]
     logits = F.linear(plain().x, plain().weight).to(dtype)
     before = logits.clone()
@@ -176,8 +178,8 @@ def test_results_of_logits_leave_the_logits_as_they_are(name: str, dtype: torch.
 
 
 @pytest.mark.parametrize("by_row", [False, True])
-def test_labels_of_whole_logits_may_not_be_written_before_backward(by_row: bool) -> None:
-    """Catches gradients of other labels than the results'."""
+def test_labels_changed_before_backward_are_an_error(by_row: bool) -> None:
+    """Catches gradients for labels other than those of the results."""
     labels = plain().labels.clone()
     given = RowLabels(labels.flatten(), torch.arange(B * S)) if by_row else labels
     logits = F.linear(plain().x, plain().weight).requires_grad_()
@@ -187,8 +189,8 @@ def test_labels_of_whole_logits_may_not_be_written_before_backward(by_row: bool)
         found.sum().backward()
 
 
-def test_only_scores_take_several_labels_of_a_row() -> None:
-    """Catches row labels that reach rules without an arithmetic for them."""
+def test_only_scores_allow_several_labels_a_row() -> None:
+    """Catches several labels a row passed to rules that do not support them."""
     _, of_head = solo_head(0)
     with pytest.raises(AssertionError):
         results_of_head(of_head, plain().x, LABELS, PickedLogits())
@@ -196,7 +198,7 @@ def test_only_scores_take_several_labels_of_a_row() -> None:
 
 @pytest.mark.parametrize("number", [0, 3])
 def test_loss_chunks_may_have_no_labels(number: int) -> None:
-    """Catches a chunk without labels that fails, or moves those of the next one."""
+    """Catches a chunk without labels that fails, or shifts the labels of the next one."""
     _, of_head = solo_head(1)
     tokens, x = torch.arange(number), plain().x.clone().requires_grad_()
     labels = RowLabels(tokens, torch.full_like(tokens, 7))
@@ -211,7 +213,9 @@ def test_loss_chunks_may_have_no_labels(number: int) -> None:
 
 @pytest.mark.parametrize("chunk", CHUNKS)
 def test_losses_of_tokens_have_gradients(chunk: int) -> None:
-    """Catches losses whose gradient is not theirs, or ignores the caller's weights of tokens."""
+    """Catches per-token losses with a wrong gradient, or one that ignores the user's token
+    weights.
+    """
     wanted, (head, of_head) = plain(), solo_head(chunk)
     weights = torch.rand(B, S, generator=torch.Generator().manual_seed(1)).double()
     x = wanted.x.clone().requires_grad_()

@@ -41,7 +41,7 @@ def _loss(rank: int, case: tuple[float, int]) -> None:
         local = logits[..., own].contiguous()
         before = local.clone()
         head = local.clone().requires_grad_()
-        local = head * 1  # as a layer's output, not a leaf
+        local = head * 1  # not a leaf, like a layer's output
         kept = local.detach()
         loss = vocab_parallel_cross_entropy(
             local, target, smoothing, channel=channel, first=first, reuse_logits=reuse
@@ -56,13 +56,15 @@ def _loss(rank: int, case: tuple[float, int]) -> None:
 
 
 @pytest.mark.parametrize("world", WORLDS)
-def test_loss_is_torchs(world: int) -> None:
-    """Catches smoothing over a rank's part alone, a fourth reduction, and logits overwritten."""
+def test_the_loss_equals_torchs(world: int) -> None:
+    """Catches smoothing over a rank's part only, an unknown reduction, and overwritten logits."""
     run_each(world, _loss, {str(case): case for case in product((0.0, 0.1), (48, 45))})
 
 
 def _reused(rank: int, smoothing: float) -> list[int]:
-    """How many buffers like the logits backward makes, without and with their reuse."""
+    """Return how many buffers like the logits backward allocates, without and with
+    `reuse_logits`.
+    """
     channel, counts = group(), []
     target = torch.arange(S)
     for reuse in (False, True):
@@ -81,14 +83,16 @@ def _reused(rank: int, smoothing: float) -> list[int]:
     return counts
 
 
-def test_reused_logits_end_as_their_gradient() -> None:
-    """Catches a second buffer of the size of the logits, and a wrong gradient when walked twice."""
+def test_reuse_logits_writes_the_gradient_over_the_logits() -> None:
+    """Catches a second buffer of the size of the logits, and a wrong gradient in a second
+    backward.
+    """
     for of_ranks in run_each(2, _reused, {"plain": 0.0, "smoothed": 0.1}).values():
         assert all(reused == kept - 1 for kept, reused in of_ranks)
 
 
-def test_loss_refuses_a_smoothing_that_is_none() -> None:
-    """Catches a percentage given for a share."""
+def test_a_smoothing_outside_0_to_1_is_refused() -> None:
+    """Catches a percentage passed as a fraction."""
     with pytest.raises(ValueError, match="label_smoothing=10"):
         vocab_parallel_cross_entropy(
             torch.zeros(1, 4), torch.zeros(1, dtype=torch.int64), 10, channel=Channel.solo()
@@ -96,7 +100,7 @@ def test_loss_refuses_a_smoothing_that_is_none() -> None:
 
 
 def _wide_inside(rank: int) -> None:
-    """bfloat16 logits: the loss is float32's, the gradient bfloat16."""
+    """Check that the loss of bfloat16 logits is that of float32, and its gradient bfloat16."""
     channel = group()
     logits = (drawn(S, B, 48) * 50).bfloat16()
     target = torch.randint(48, (S, B), generator=torch.Generator().manual_seed(7))
@@ -110,7 +114,7 @@ def _wide_inside(rank: int) -> None:
     assert local.grad.dtype == torch.bfloat16
 
 
-def test_loss_is_float32_inside() -> None:
+def test_bfloat16_logits_are_computed_in_float32() -> None:
     """Catches a softmax in the dtype of the logits."""
     run_ranks(4, _wide_inside)
 
@@ -118,9 +122,10 @@ def test_loss_is_float32_inside() -> None:
 def _in_passes(
     rank: int, dtype: torch.dtype, length: int = S, device: str = "cpu"
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """The losses and the gradient of this rank's logits, compiled and eager; the logits end as it.
+    """Return losses and gradient for this rank's logits, compiled and eager.
 
-    One target in four is ignored, and the gradient of the loss is not 1.
+    One target in four is ignored, and the gradient of the loss is not 1. The gradient is written
+    over the logits.
     """
     channel, found = group() if dist.is_initialized() else Channel.solo(), []
     target = torch.randint(48, (B, length), generator=torch.Generator().manual_seed(7)).to(device)
@@ -154,8 +159,10 @@ def _eager_passes(rank: int, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("world", [1, 2])
-def test_passes_of_compiled_losses(world: int) -> None:
-    """Catches another formula, a target that another rank holds, and a gradient of ignored ones."""
+def test_compiled_losses_equal_eager_ones(world: int) -> None:
+    """Catches another formula, a target that another rank holds, and a gradient for ignored
+    targets.
+    """
     dtypes = (torch.float64, torch.float32, torch.bfloat16)
     run_each(world, _eager_passes, {str(dtype): dtype for dtype in dtypes})
 
@@ -172,13 +179,13 @@ def _check_kernels(device: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)  # compilers take their time on a busy machine
-def test_kernels_of_losses_of_any_length() -> None:
-    """Catches a kernel that computes something else, and one that is compiled for each length."""
+@pytest.mark.timeout(600)  # compilers are slow on a busy machine
+def test_one_loss_kernel_serves_all_lengths() -> None:
+    """Catches a kernel that computes something else, and one compiled for each length."""
     _check_kernels("cpu")
 
 
 @pytest.mark.gpu
-def test_gpu_kernels_of_losses() -> None:
-    """Catches the same of kernels by triton."""
+def test_loss_kernels_match_on_a_gpu() -> None:
+    """Catches triton kernels that compute something else, or that are compiled for each length."""
     _check_kernels("cuda")

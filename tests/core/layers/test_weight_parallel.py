@@ -1,4 +1,4 @@
-"""Layers for a user's own model: the example as written, several micro-batches, and mistakes."""
+"""Layers for a user's own model: the documented example, several micro-batches, and misuse."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ def _example(rank: int) -> None:
 
 
 def test_the_example_equals_plain_torch() -> None:
-    """Catches an example that does not run; it compares the loss and every gradient itself."""
+    """Catches an example that does not run; the example itself compares loss and gradients."""
     run_programs(4, _example)
 
 
-def test_the_example_is_short_and_public() -> None:
-    """Catches an example that grows, or reaches into internal modules."""
+def test_the_example_is_short_and_uses_public_names() -> None:
+    """Catches an example that grows, or that imports internal modules."""
     text = EXAMPLE.read_text()
     assert len(text.splitlines()) <= 60
     imported = re.findall(r"^(?:from|import) (isp[\w.]*)", text, re.MULTILINE)
@@ -46,7 +46,7 @@ def test_the_example_is_short_and_public() -> None:
 
 
 class Net(nn.Module):
-    """An embedding, two linears without a bias or with one, and the table's sizes as a head."""
+    """An embedding, two linears, one with a bias, and a head of the table's size."""
 
     def __init__(self, embedding: Callable[..., Any], linear: Callable[..., Any]) -> None:
         super().__init__()
@@ -101,7 +101,7 @@ def _train(rank: int, world: int) -> None:
 
 
 @pytest.mark.parametrize("world", [1, 2, 3])
-def test_own_layers_train_as_torch_does(world: int) -> None:
+def test_a_users_layers_train_as_in_plain_torch(world: int) -> None:
     """Catches other initial values, rows that do not divide, and a gradient lost or added twice."""
     run_ranks(world, _train, world)
 
@@ -127,7 +127,7 @@ def _optimize(rank: int) -> None:
 
 
 def test_an_optimizer_of_torch_updates_the_shards() -> None:
-    """Catches a step that still reads the weights of the step before."""
+    """Catches a step that still reads the weights of the previous step."""
     run_ranks(2, _optimize)
 
 
@@ -160,11 +160,13 @@ def _contexts(communicator: ISPCommunicator) -> Any:
 
 
 def test_a_recomputed_block_follows_the_plan() -> None:
-    """Catches a recompute that gathers for itself, beside what the plan gathers for backward."""
+    """Catches a recomputation that gathers weights in addition to those the plan gathers for
+    backward.
+    """
     run_ranks(2, _recompute)
 
 
-def test_layers_on_meta_get_their_values_later() -> None:
+def test_layers_on_meta_are_initialized_later_as_in_torch() -> None:
     """Catches a layer that ignores the default device, or draws other values than torch."""
     communicator = ISPCommunicator(isp.Channel.solo(), ISPCommModelConfig(device=CPU))
     with torch.device("meta"):
@@ -184,8 +186,8 @@ def _solo() -> tuple[Net, ISPCommunicator]:
     return _declared(isp.Channel.solo())
 
 
-def test_a_layer_in_no_block_or_in_two_is_an_error() -> None:
-    """Catches a weight that no plan has, which would be gathered late in every step."""
+def test_a_layer_in_no_block_or_in_two_is_refused() -> None:
+    """Catches a weight in no plan, which would be gathered late in every step."""
     net, _ = _solo()
     with pytest.raises(ValueError, match=r"head is in no block, so no plan gathers"):
         weight_blocks(net, [net.embedding, net.hidden])
@@ -195,8 +197,8 @@ def test_a_layer_in_no_block_or_in_two_is_an_error() -> None:
         weight_blocks(net, ["hidden"])  # type: ignore[list-item]
 
 
-def test_on_meta_nothing_is_drawn() -> None:
-    """Catches a layer that draws numbers it has no memory for."""
+def test_layers_on_meta_draw_no_random_numbers() -> None:
+    """Catches a layer that draws numbers for which it has no memory."""
     _, communicator = _solo()
     before = torch.get_rng_state()
     layer = ISPLinear(4, 4, communicator=communicator, device="meta")
@@ -205,8 +207,8 @@ def test_on_meta_nothing_is_drawn() -> None:
     assert torch.equal(before, torch.get_rng_state())
 
 
-def test_a_wrong_argument_says_what_to_pass() -> None:
-    """Catches an error that comes from inside, far from the argument that is wrong."""
+def test_a_wrong_argument_is_refused_with_what_to_pass() -> None:
+    """Catches an error raised deep inside, where the message does not name the wrong argument."""
     net, _ = _solo()
     config = ISPCommModelConfig(device=CPU)
     with pytest.raises(TypeError, match=r"channel must be an isp.Channel, got int 4: pass isp.Ch"):

@@ -1,4 +1,4 @@
-"""What tests of the Megatron-LM layers share: numbers, the unsharded linear, and counts."""
+"""Shared by tests of the Megatron-LM layers: tensors, the unsharded linear, and counts."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ __all__ = [
 S, B, WIDTH, INNER = 8, 2, 16, 48
 WORLDS = [1, 4]
 DTYPE = torch.float64
-# Sums over the ranks are taken in another order than the unsharded matmul takes them.
+# Sums over the ranks have another order than those in the unsharded matmul.
 CLOSE = {"rtol": 1e-12, "atol": 1e-12}
 
 
@@ -44,7 +44,7 @@ def group(log: CommLog | None = None) -> Channel:
 
 
 def drawn(*shape: int, seed: int = 1) -> Tensor:
-    """The same numbers on every rank."""
+    """Return random numbers that are equal on every rank."""
     return torch.randn(shape, dtype=DTYPE, generator=torch.Generator().manual_seed(seed))
 
 
@@ -53,7 +53,7 @@ def slice_of(x: Tensor, dim: int, channel: Channel) -> Tensor:
 
 
 def plain(x: Tensor, weight: Tensor, bias: Tensor | None, dy: Tensor) -> dict[str, Tensor]:
-    """Output and gradients of the unsharded linear."""
+    """Return output and gradients of the unsharded linear."""
     leaves = {"x": x, "weight": weight} | ({} if bias is None else {"bias": bias})
     leaves = {name: leaf.clone().requires_grad_() for name, leaf in leaves.items()}
     y = F.linear(leaves["x"], leaves["weight"], leaves.get("bias"))
@@ -79,13 +79,13 @@ NAMES = {name: name for name in LINEARS}
 
 
 def features(y: Tensor, layer: Any, dim: int) -> Tensor:
-    """The part of the last dim of y that belongs to this rank's part of the weight's `dim`."""
+    """Return the part of y's last dim that belongs to this rank's part of the weight's `dim`."""
     assert layer.layouts["weight"].dim == dim
     return torch.cat([y[..., a:b] for a, b in layer.layouts["weight"].intervals()], dim=-1)
 
 
 class Made(Operations):
-    """Counts the tensors of a shape that operations make."""
+    """Counts the tensors of one shape that operations create."""
 
     def __init__(self, shape: tuple[int, ...]) -> None:
         super().__init__(self._look)

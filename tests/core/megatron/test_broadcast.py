@@ -1,4 +1,4 @@
-"""`broadcast_data` from the first rank of a group, over groups side by side."""
+"""`broadcast_data` from the first rank of a group, in disjoint groups."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ from tests.ranks import run_ranks
 
 
 def batch(seed: int) -> dict[str, Tensor]:
-    """What a first rank has: tensors of several shapes, one empty, one a scalar, one strided."""
+    """Return the first rank's data: tensors of several shapes, one empty, one scalar, one
+    strided.
+    """
     generator = torch.Generator().manual_seed(seed)
     tokens = torch.randint(100, (2, 6 + seed), generator=generator)
     return {
@@ -51,7 +53,7 @@ def _run(rank: int, ranks_of_groups: list[list[int]]) -> dict[str, object]:
     found["kinds"] = [t.kind for t in channel.log.take()]
     got["tokens"].zero_()
     assert data is None or data["tokens"].any(), "the first rank's own tensor was written to"
-    # What other ranks have is not looked at.
+    # The data of other ranks are ignored.
     mine = {"tokens": torch.full((3,), rank)}
     shared = broadcast_data(["tokens"], mine, torch.int64, channel=channel)
     assert shared["tokens"].tolist() == [ranks_of_groups[seed][0]] * 3
@@ -71,7 +73,7 @@ def _run(rank: int, ranks_of_groups: list[list[int]]) -> dict[str, object]:
         faults.append(str(raised.value))
     found["faults"] = faults
     found["sent"] = len(channel.log.take())
-    # The group is at the same place on all ranks: the next one works.
+    # No rank is a collective ahead: the next call works.
     again = broadcast_data(["tokens"], data, torch.int64, channel=channel)
     assert torch.equal(again["tokens"], expected["tokens"])
     return found
@@ -82,9 +84,9 @@ def _run(rank: int, ranks_of_groups: list[list[int]]) -> dict[str, object]:
     [[[0, 1, 2, 3]], [[0, 1], [2, 3], [4, 5], [6, 7]], [[1, 2, 5, 6], [0, 3, 4, 7]]],
     ids=str,
 )
-def test_all_ranks_get_what_the_first_one_has(groups: list[list[int]]) -> None:
-    """Catches shapes that must be known, transfers a tensor each, a fault that only some ranks see
-    and the others wait for, and groups that are mixed up.
+def test_all_ranks_receive_the_data_of_the_first(groups: list[list[int]]) -> None:
+    """Catches shapes that receivers must know, one transfer for each tensor, an error on some ranks
+    only for which others wait, and data of another group.
     """
     for found in run_ranks(sum(map(len, groups)), _run, groups):
         assert found["kinds"] == ["broadcast"] * 6, "shapes and values, for each of three dtypes"
@@ -98,7 +100,7 @@ def test_all_ranks_get_what_the_first_one_has(groups: list[list[int]]) -> None:
 
 
 def test_a_group_of_one_gets_its_own_tensors() -> None:
-    """Catches copies, and checks left out, where nothing has to travel."""
+    """Catches copies, and skipped checks, where no transfer is needed."""
     data, channel = batch(1), Channel.solo()
     channel.log.collect()
     got = broadcast_data(INTS, data, torch.int64, channel=channel)

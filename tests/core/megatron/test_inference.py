@@ -1,4 +1,4 @@
-"""The inference layers against the training layers of the same weights, and under a guard."""
+"""Inference layers against training layers with the same weights, and under guards."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from tests.toolkit import Operations, ToolkitLayers
 
 V, MOST = 23, 16
 TOKENS = [(8, 2), (4, 1), (3, 2), (1, 1), (16,)]
-"""Of sizes that 2 and 4 ranks split, and that none does; one fills the buffers."""
+"""Shapes of tokens: some divide by 2 and 4 ranks, some by none; one fills the buffers."""
 CASES = {
     f"{tokens}, split {split}, bias {bias}": (tokens, split, bias)
     for tokens, split, bias in product(TOKENS, (True, False), (True, False))
@@ -40,7 +40,7 @@ CASES = {
 
 
 class NewMemory(Operations):
-    """Names the operations that make a tensor of memory of its own."""
+    """Records the operations that allocate memory."""
 
     def __init__(self) -> None:
         super().__init__(self._look)
@@ -56,7 +56,7 @@ class NewMemory(Operations):
 
 
 class Layers:
-    """An embedding, and an MLP with its norms: of training, and the same for inference."""
+    """An embedding and an MLP with norms, as training layers and as inference layers."""
 
     def __init__(self, channel: Channel, *, split: bool, sums: bool, bias: bool) -> None:
         self.channel, self.split = channel, split
@@ -85,7 +85,7 @@ class Layers:
 
     @torch.no_grad()
     def training(self, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """The residual behind the MLP, of this rank's tokens, and its norm, of all."""
+        """Return the residual after the MLP for this rank's tokens, and its norm for all tokens."""
         x = self.table(ids)
         y, _ = self.row(torch.tanh(self.column(self.norms[0](x))[0]))
         x = x + y
@@ -100,7 +100,7 @@ class Layers:
 
     @staticmethod
     def plain(ids: Tensor, *, bias: bool) -> tuple[Tensor, Tensor]:
-        """The same without ranks."""
+        """Return residual and norm computed without ranks."""
         b1, b2 = (drawn(INNER, seed=3), drawn(WIDTH, seed=5)) if bias else (None, None)
         x = drawn(V, WIDTH)[ids]
         normed = F.rms_norm(x, (WIDTH,), drawn(WIDTH, seed=6), 1e-6)
@@ -131,7 +131,7 @@ def _as_training(rank: int, case: tuple[tuple[int, ...], bool, bool]) -> None:
 
 
 @pytest.mark.parametrize("world", [1, 2, 4])
-def test_bits_are_those_of_the_training_layers(world: int) -> None:
+def test_inference_layers_give_the_bits_of_training_layers(world: int) -> None:
     """Catches a sum in another order, a bias added twice, tokens of another rank, stale buffers."""
     run_each(world, _as_training, CASES)
 
@@ -155,14 +155,14 @@ def _guarded(rank: int) -> None:
 
 
 @pytest.mark.parametrize("world", [1, 2])
-def test_no_memory_is_made_and_none_is_read_back(world: int) -> None:
-    """Catches what a CUDA graph cannot capture: a new tensor, a value that the host asks for."""
+def test_a_call_allocates_no_memory_and_does_not_sync(world: int) -> None:
+    """Catches what a CUDA graph cannot capture: a new tensor, or a value that the host reads."""
     run_ranks(world, _guarded)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_narrow_norms_round_where_torch_rounds(dtype: torch.dtype) -> None:
-    """Catches a norm computed in the dtype of the residual, or a weight that is rounded before."""
+def test_bfloat16_norms_round_as_torch_does(dtype: torch.dtype) -> None:
+    """Catches a norm computed in the dtype of the residual, and a weight rounded too early."""
     workspace = InferenceWorkspace(Channel.solo(), WIDTH, max_tokens=MOST, dtype=dtype)
     norm = nn.RMSNorm(WIDTH, eps=1e-6, dtype=dtype)
     norm.weight.data.copy_(drawn(WIDTH, seed=2))
@@ -172,6 +172,8 @@ def test_narrow_norms_round_where_torch_rounds(dtype: torch.dtype) -> None:
 
 
 class Gathering(LocalWeights):
+    """Weights that are gathered, which the inference layers do not support."""
+
     gathers_weights = True
 
 
@@ -207,13 +209,17 @@ def megatron(kind: Any, **options: Any) -> Any:
         ),
     ],
 )
-def test_layers_of_another_kind_are_refused(make: Any, words: str) -> None:
+def test_layers_that_cannot_be_used_for_inference_are_refused(make: Any, words: str) -> None:
+    """Catches layers of isp mode, of another dtype or part, and options without an inference
+    form.
+    """
     workspace = InferenceWorkspace(Channel.solo(), WIDTH, max_tokens=MOST, dtype=DTYPE)
     with pytest.raises(ValueError, match=words):
         InferenceLayerNormColumnParallelLinear(make(), workspace)
 
 
-def test_calls_that_cannot_be_right_are_refused() -> None:
+def test_wrong_sizes_and_missing_options_are_refused() -> None:
+    """Catches tensors or layers that do not fit the workspace and would be computed wrongly."""
     workspace = InferenceWorkspace(Channel.solo(), WIDTH, max_tokens=MOST, dtype=DTYPE)
     column = InferenceLayerNormColumnParallelLinear(linear(), workspace)
     with pytest.raises(ValueError, match="17 tokens at once are more than max_tokens=16"):
@@ -243,7 +249,7 @@ def test_calls_that_cannot_be_right_are_refused() -> None:
 
 
 def test_results_of_one_slot_share_a_buffer() -> None:
-    """Catches blocks that each keep what only one of them needs at a time."""
+    """Catches a buffer for each block where only one block needs it at a time."""
     workspace = InferenceWorkspace(Channel.solo(), WIDTH, max_tokens=MOST, dtype=DTYPE)
     layers = [linear(), linear()]
     x = drawn(3, WIDTH)

@@ -1,6 +1,6 @@
-"""The inference layers over symmetric memory and in a CUDA graph, against those over a channel.
+"""Inference layers with symmetric memory and in a CUDA graph, against those with a channel.
 
-Ranks are started anew by torchrun: a process that has begun with CUDA cannot fork.
+torchrun starts the ranks as new processes: a process that has initialized CUDA cannot fork.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ ROUNDING = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 5e-2}
 
 
 class Block:
-    """A norm, a column and a row linear, and the norm behind; x [T, D] -> [T, D]."""
+    """A norm, a column and a row linear, and the next norm; x [T, D] -> [T, D]."""
 
     def __init__(
         self, group: Channel, device: torch.device, dtype: torch.dtype, symmetric: bool
@@ -55,7 +55,7 @@ class Block:
 
 
 def compare(group: Channel, device: torch.device) -> None:
-    """Of tokens that are split and that are not."""
+    """Compare the layers for tokens that are split over the ranks and tokens that are not."""
     on_cuda = device.type == "cuda"
     for dtype in (torch.bfloat16, torch.float32) if on_cuda else (torch.float64,):
         plain, other = (Block(group, device, dtype, symmetric) for symmetric in (False, on_cuda))
@@ -79,16 +79,18 @@ def _on_cpu(rank: int) -> None:
     compare(Channel(dist.group.WORLD, name="tensor"), torch.device("cpu"))
 
 
-def test_the_comparison_itself() -> None:
-    """Catches what would make the test below fail, or say nothing, on the day that it runs."""
+def test_the_comparison_runs_on_cpu() -> None:
+    """Catches an error in the comparison that would only show in the GPU test below."""
     run_ranks(2, _on_cpu)
 
 
 @pytest.mark.gpu
 @pytest.mark.nccl
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="fewer than two CUDA devices")
-def test_symmetric_memory_and_graphs_give_what_a_channel_gives() -> None:
-    """Catches a barrier that is missing, a buffer of another rank, what cannot be captured."""
+def test_symmetric_memory_and_graphs_equal_a_channel() -> None:
+    """Catches a missing barrier, a buffer of another rank, and operations that cannot be
+    captured.
+    """
     root = Path(__file__).parents[3]
     ranks = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     done = subprocess.run(
@@ -106,7 +108,7 @@ def test_symmetric_memory_and_graphs_give_what_a_channel_gives() -> None:
 
 
 def main() -> None:
-    """On a rank that torchrun has started."""
+    """Run the comparison on a rank that torchrun has started."""
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
     torch.cuda.set_device(device)
     dist.init_process_group("nccl", device_id=device)

@@ -1,4 +1,4 @@
-"""The layers with Megatron-LM's options against the unsharded ones, in float64."""
+"""The layers with Megatron-LM's options against unsharded ones, in float64."""
 
 from __future__ import annotations
 
@@ -121,14 +121,14 @@ def _row(rank: int, options: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("world", WORLDS)
-def test_column_equals_the_unsharded_linear(world: int) -> None:
-    """Catches a part of outputs, of a gradient or of a fused weight in the wrong place."""
+def test_a_column_linear_equals_the_unsharded_linear(world: int) -> None:
+    """Catches a part of the output, of a gradient or of a fused weight in the wrong place."""
     run_each(world, _column, COLUMN)
 
 
 @pytest.mark.parametrize("world", WORLDS)
-def test_row_equals_the_unsharded_linear(world: int) -> None:
-    """Catches a bias added by every rank, or a gradient of it that is one rank's part."""
+def test_a_row_linear_equals_the_unsharded_linear(world: int) -> None:
+    """Catches a bias added by every rank, and a bias gradient that is one rank's part."""
     run_each(world, _row, ROW)
 
 
@@ -162,8 +162,8 @@ def _autocast(rank: int, name: str) -> None:
     assert layer.bias.grad.dtype == torch.float32
 
 
-def test_autocast_narrows_the_products() -> None:
-    """Catches factors of different dtypes in backward, which autocast does not reach."""
+def test_autocast_casts_forward_and_backward() -> None:
+    """Catches factors of different dtypes in backward, which autocast does not cover."""
     run_each(2, _autocast, NAMES)
 
 
@@ -185,7 +185,7 @@ def _second_derivatives(rank: int) -> None:
 
 
 def test_second_derivatives_are_refused() -> None:
-    """Catches a gradient of a gradient that would miss the group."""
+    """Catches a gradient of a gradient that would not be summed over the group."""
     run_ranks(2, _second_derivatives)
 
 
@@ -217,13 +217,13 @@ EMBEDDING: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("world", WORLDS)
-def test_embedding_equals_the_whole_table(world: int) -> None:
+def test_an_embedding_equals_the_unsharded_table(world: int) -> None:
     """Catches ids at the edges of a rank's rows, and a vocabulary that does not divide."""
     run_each(world, _embedding, EMBEDDING)
 
 
 def _initial(rank: int) -> list[Any]:
-    """Every layer's whole weight, put together from the ranks'."""
+    """Return every layer's whole weight, assembled from all ranks."""
     channel = group()
     torch.manual_seed(3)
     layers = nn.ModuleDict(
@@ -258,7 +258,7 @@ def _joined(layers: nn.Module) -> list[Any]:
 
 
 def test_initial_weights_are_equal_at_every_group_size() -> None:
-    """Catches shards that are drawn by themselves, or pieces of different masters."""
+    """Catches shards that each rank draws independently, or parts of different master weights."""
     one = run_ranks(1, _initial)[0]
     assert len({str(w) for w in one}) == len(one)
     for world in (4, 8):
@@ -266,7 +266,7 @@ def test_initial_weights_are_equal_at_every_group_size() -> None:
 
 
 def test_a_master_is_drawn_on_cpu_in_float32() -> None:
-    """Catches a master weight that follows torch's default device, and so is none."""
+    """Catches a master weight on torch's default device, where its values would differ."""
     drawn_weights = []
     for device in ("cpu", "meta"):
         torch.manual_seed(3)
@@ -308,8 +308,8 @@ def _misuse(rank: int) -> list[str]:
     return faults
 
 
-def test_misuse_names_the_numbers() -> None:
-    """Catches a shape or a contradiction that is found out in the middle of a matmul, or never."""
+def test_misuse_is_refused_with_the_numbers() -> None:
+    """Catches a wrong shape or contradicting options that fail in a matmul, or never."""
     faults = run_ranks(2, _misuse)[0]
     words = [
         ["(48, 16)", "(24, 16)"],

@@ -1,4 +1,4 @@
-"""The backward pass of the linears: where weight gradients go, what is kept, what is hidden."""
+"""Backward of the linears: destination of weight gradients, saved tensors, and overlap."""
 
 from __future__ import annotations
 
@@ -82,13 +82,13 @@ def _routes(rank: int, sequence_parallel: bool) -> None:
         torch.testing.assert_close(run("deferred", limit), reference, **CLOSE)
 
 
-def test_routes_of_the_weight_gradient_end_alike() -> None:
-    """Catches a gradient that is lost, or added twice, on its way into the main gradient."""
+def test_all_routes_give_the_same_weight_gradient() -> None:
+    """Catches a gradient that is lost, or added twice, on its way to the main gradient."""
     run_each(4, _routes, {"whole sequence": False, "sequence parallel": True})
 
 
 def _routed(rank: int, into: bool) -> None:
-    """The route is taken by a recomputed use, and by a parameter that is given at the call."""
+    """Check that a recomputed layer, and a parameter passed in the call, use the route."""
     channel, tracker = group(), RngStatesTracker(torch.device("cpu"))
     owner = ColumnParallelLinear(WIDTH, INNER, group=channel, bias=False, dtype=DTYPE)
     head = ColumnParallelLinear(
@@ -118,8 +118,8 @@ def _routed(rank: int, into: bool) -> None:
         torch.testing.assert_close(main.grad(owner.weight), ones.T @ x.flatten(0, 1), **CLOSE)
 
 
-def test_every_use_of_a_parameter_takes_the_route() -> None:
-    """Catches a route that is left, in silence, in a recompute or with a tied weight."""
+def test_every_call_with_a_parameter_takes_the_route() -> None:
+    """Catches a route that a recomputation or a tied weight silently does not take."""
     run_each(2, _routed, {"deferred": False, "into": True})
 
 
@@ -137,13 +137,15 @@ def _weight_at_call_keeps_the_main_gradient_clean(rank: int) -> None:
     assert main.grad(layer.weight).abs().sum() == 0
 
 
-def test_a_weight_at_call_has_its_own_gradient() -> None:
-    """Catches the gradient of a given weight that lands in the layer's main gradient."""
+def test_a_weight_passed_in_the_call_has_its_own_gradient() -> None:
+    """Catches the gradient of a passed weight added to the layer's main gradient."""
     run_ranks(2, _weight_at_call_keeps_the_main_gradient_clean)
 
 
 def _saved_bytes(rank: int, name: str) -> dict[tuple[bool, bool], tuple[int, bool, int]]:
-    """By (trained, needs dx): bytes saved of x, whether W is saved, and weight gradients made."""
+    """Return by (trained, needs dx): bytes saved of x, whether W is saved, and weight gradients
+    made.
+    """
     layer_type, options = LINEARS[name]
     found = {}
     for trained in (True, False):
@@ -164,7 +166,7 @@ def _saved_bytes(rank: int, name: str) -> dict[tuple[bool, bool], tuple[int, boo
 
 
 def test_only_what_a_gradient_needs_is_saved_and_computed() -> None:
-    """Catches activations, weights and weight gradients kept or made that nobody wants."""
+    """Catches activations, weights and weight gradients that are saved or computed without need."""
     for name, of_ranks in run_each(2, _saved_bytes, NAMES).items():
         local_x = S * B * WIDTH * DTYPE.itemsize // (2 if name == "row" else 1)
         for found in of_ranks:
@@ -175,7 +177,7 @@ def test_only_what_a_gradient_needs_is_saved_and_computed() -> None:
 
 
 class _Recorded(Channel):
-    """A channel that notes what is launched and when it is waited for."""
+    """A channel that records when each transfer is launched and waited for."""
 
     def __init__(self, events: list[str]) -> None:
         super().__init__(dist.group.WORLD)
@@ -205,7 +207,7 @@ ORDERS = {
 
 
 def _order(rank: int, name: str) -> list[str]:
-    """What happens in a backward pass."""
+    """Return the operations and transfers of a backward pass in order."""
     events: list[str] = []
     layer_type, options = LINEARS[name]
     layer = layer_type(WIDTH, INNER, group=_Recorded(events), bias=False, dtype=DTYPE, **options)
@@ -224,7 +226,7 @@ def _order(rank: int, name: str) -> list[str]:
     return events
 
 
-def test_transfers_hide_behind_products() -> None:
-    """Catches a transfer that is launched too late, or is waited for with work left to do."""
+def test_transfers_overlap_with_products() -> None:
+    """Catches a transfer that is launched too late, or waited for before the remaining work."""
     expected = {name: [order] * 2 for name, order in ORDERS.items()}
     assert run_each(2, _order, NAMES) == expected

@@ -1,4 +1,4 @@
-"""The mappings against a plain model of each move, forward and backward."""
+"""The mappings against a plain model of each transfer, forward and backward."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ UNEVEN = (3, 0, 1, 5)
 
 
 class Move(Enum):
-    """What becomes of a tensor; the words of torch's collectives."""
+    """The operations on a tensor, named as torch's collectives."""
 
     STAY = auto()
     ALL_REDUCE = auto()
@@ -32,7 +32,7 @@ class Move(Enum):
 
 
 class Case(NamedTuple):
-    """A public mapping, and what the surface says of it."""
+    """A public mapping, and its transfers as the public surface declares them."""
 
     function: Callable[..., Tensor]
     forward: Move
@@ -78,7 +78,7 @@ CASES = {
 
 
 def _model(move: Move, xs: Sequence[Tensor], dim: int, parts: Sequence[int]) -> list[Tensor]:
-    """What each rank gets if rank r has xs[r]; parts are the lengths of the cut dim."""
+    """Return the result on each rank if rank r has xs[r]; `parts`: the lengths of the cut dim."""
     match move:
         case Move.STAY:
             return list(xs)
@@ -96,7 +96,7 @@ def _model(move: Move, xs: Sequence[Tensor], dim: int, parts: Sequence[int]) -> 
 
 
 def _inputs(move: Move, dim: int, parts: Sequence[int], seed: int) -> list[Tensor]:
-    """Each rank's tensor for a move: small whole numbers, whose float64 sums are exact."""
+    """Return each rank's input: small whole numbers, whose float64 sums are exact."""
     whole = move in (Move.SPLIT, Move.REDUCE_SCATTER, Move.EXCHANGE)
     generator = torch.Generator().manual_seed(seed)
     xs = []
@@ -165,14 +165,14 @@ def _check_flat_pieces(rank: int) -> None:
     copy = tp.split_tensor_into_1d_equal_chunks(whole, channel, new_buffer=True)
     assert view.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr()
     assert copy.untyped_storage().nbytes() == whole.untyped_storage().nbytes() // WORLD
-    # What a rank gives need not be flat.
+    # A rank's tensor need not be flat.
     mine = torch.full((2, 4), float(rank))
     expected = torch.arange(WORLD).repeat_interleave(8).float()
     assert torch.equal(tp.gather_split_1d_tensor(mine, channel), expected)
 
 
 def _run(rank: int) -> None:
-    """All checks in one set of ranks."""
+    """Run all checks in one set of ranks."""
     for name, case in CASES.items():
         for uneven in (False, True) if case.uneven else (False,):
             for strided in (False, True):
@@ -184,9 +184,9 @@ def _run(rank: int) -> None:
     _check_flat_pieces(rank)
 
 
-def test_mappings_on_ranks() -> None:
-    """Catches a wrong move, sum, order or cut, forward or backward; writing to an input; a transfer
-    too many; sizes not swapped on the way back; flat pieces out of order.
+def test_mappings_match_their_models() -> None:
+    """Catches a wrong transfer, sum, order or cut, forward or backward; a changed input; a transfer
+    too many; sizes not swapped in backward; flat pieces out of order.
     """
     run_ranks(WORLD, _run)
 
@@ -218,7 +218,9 @@ def _misuse(rank: int) -> list[str]:
 
 
 def test_sizes_that_do_not_fit_and_second_derivatives_are_refused() -> None:
-    """Catches a dim cut short in silence, and second derivatives that would miss the group."""
+    """Catches a dim silently truncated, and second derivatives that would not be summed over the
+    group.
+    """
     messages = run_ranks(WORLD, _misuse)[0]
     assert (
         "dim -1 of shape (4, 7) is not divisible by the 4 ranks of the tensor group" in messages[0]
@@ -229,7 +231,7 @@ def test_sizes_that_do_not_fit_and_second_derivatives_are_refused() -> None:
 
 @pytest.mark.parametrize("name", CASES)
 def test_a_group_of_one_costs_nothing(name: str) -> None:
-    """Catches a copy, a node of the graph or a transfer where nothing has to move."""
+    """Catches a copy, an autograd node or a transfer where no transfer is needed."""
     channel = Channel.solo()
     channel.log.collect()
     x = torch.randn(2, 4, 6, requires_grad=True)

@@ -1,4 +1,4 @@
-"""The toolkit as a whole: a small model of one's own, and several of them in one process."""
+"""The toolkit as a whole: a small user model, and several toolkits in one process."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ GROUPS = ([[0, 1], [2, 3]], [[0, 3], [1, 2]])
 
 
 def weights(seed: int) -> tuple[Tensor, Tensor, Tensor]:
-    """x [N, D], w1 [D, F], w2 [F, D], the same on every rank."""
+    """Return x [N, D], w1 [D, F], w2 [F, D], equal on every rank."""
     generator = torch.Generator().manual_seed(seed)
     shapes = ((ROWS, WIDTH), (WIDTH, INNER), (INNER, WIDTH))
     x, w1, w2 = (torch.randn(s, dtype=torch.float64, generator=generator) for s in shapes)
@@ -25,7 +25,7 @@ def weights(seed: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 class Toolkit:
-    """An MLP over one group: replicated input, split inside, recomputed, dropout at both places."""
+    """An MLP over one group: replicated input, split hidden features, recomputation and dropout."""
 
     def __init__(self, channel: Channel, seed: int, *, dropout: float) -> None:
         self.channel, self.dropout = channel, dropout
@@ -53,14 +53,14 @@ class Toolkit:
         self.y = y
 
     def results(self) -> list[Tensor]:
-        """Backward; the output and all gradients."""
+        """Run backward; return the output and all gradients."""
         self.y.square().sum().backward()
         grads = [leaf.grad for leaf in (self.x, self.w1, self.w2) if leaf.grad is not None]
         return [self.y.detach(), *grads]
 
 
 def plainly(seed: int) -> list[Tensor]:
-    """What an unsharded one without dropout gives."""
+    """Return the results of the unsharded MLP without dropout."""
     x, w1, w2 = (t.requires_grad_() for t in weights(seed))
     y = x
     for _ in range(2):
@@ -102,8 +102,8 @@ def _side_by_side(rank: int) -> list[list[list[float]]]:
     return [numbers[0].tolist() for numbers in alone]
 
 
-def test_toolkits_over_different_groups_live_side_by_side() -> None:
-    """Catches state of the process: a group, a stream or a buffer that two toolkits share."""
+def test_toolkits_of_different_groups_are_independent() -> None:
+    """Catches process-wide state: a group, a stream or a buffer that two toolkits share."""
     of_ranks = run_ranks(4, _side_by_side)
     for number, cut in enumerate(GROUPS):
         for ranks in cut:

@@ -9,15 +9,15 @@ from isp.core.mesh.partition import chunk_range
 from isp.tensor_parallel import VocabUtility, divide, split_tensor_along_last_dim
 
 
-def test_divide() -> None:
+def test_divide_refuses_a_remainder() -> None:
     """Catches a remainder that is dropped."""
     assert divide(12, 4) == 3
     with pytest.raises(ValueError, match="13 is not divisible by 4"):
         divide(13, 4)
 
 
-def test_split_along_the_last_dim() -> None:
-    """Catches another dim being split, copies nobody asked for, and parts out of order."""
+def test_tensors_are_split_along_the_last_dim() -> None:
+    """Catches a split along another dim, unneeded copies, and parts out of order."""
     x = torch.arange(24).view(2, 3, 4)
     views = split_tensor_along_last_dim(x, 2)
     assert torch.equal(views[0], x[..., :2])
@@ -31,8 +31,8 @@ def test_split_along_the_last_dim() -> None:
 
 @pytest.mark.parametrize("world", [1, 4, 8])
 @pytest.mark.parametrize("length", [0, 3, 8, 50, 1600])
-def test_parts_are_those_of_torch_chunk(length: int, world: int) -> None:
-    """Catches parts that overlap, leave a gap, or are not those of the tables on the ranks."""
+def test_parts_equal_torch_chunk(length: int, world: int) -> None:
+    """Catches parts that overlap, leave a gap, or differ from those of the embedding tables."""
     parts = [chunk_range(length, world, i) for i in range(world)]
     assert [i for part in parts for i in part] == list(range(length))
     pieces = torch.arange(length).chunk(world)
@@ -40,8 +40,8 @@ def test_parts_are_those_of_torch_chunk(length: int, world: int) -> None:
 
 
 @pytest.mark.parametrize("rank", range(8))
-def test_vocabulary_ranges(rank: int) -> None:
-    """Catches a range that is off by a rank, and two ways of asking that disagree."""
+def test_vocabulary_ranges_agree_by_rank_and_by_size(rank: int) -> None:
+    """Catches a range that is off by one rank, and two functions for it that disagree."""
     expected = (rank * 200, (rank + 1) * 200)
     assert VocabUtility.vocab_range_from_global_vocab_size(1600, rank, 8) == expected
     assert VocabUtility.vocab_range_from_per_partition_vocab_size(200, rank, 8) == expected

@@ -25,7 +25,7 @@ def log_normal(draw: random.Random, total: int, median: float, sigma: float) -> 
 
 
 def token_costs(lengths: Sequence[int], windows: Windows) -> list[int]:
-    """Written out: the keys that each token of the row sees."""
+    """Return the number of keys that each token of the row sees, counted one by one."""
     return [
         sum(layers * min(i + 1, window or i + 1) for window, layers in windows)
         for length in lengths
@@ -49,8 +49,8 @@ def check(plan: SequenceSplit, num_ranks: int) -> None:
         )
 
 
-def test_every_token_once_on_ranks_of_one_size() -> None:
-    """Catches tokens lost or doubled, a rank with more than its share, wrong costs and order."""
+def test_every_token_is_on_one_rank_and_ranks_have_equal_sizes() -> None:
+    """Catches tokens lost or duplicated, a rank with too many tokens, wrong costs and order."""
     draw = random.Random(1)
     for _ in range(2000):
         count, longest = draw.choice([1, 2, 5, 30]), draw.choice([1, 3, 12, 60])
@@ -71,8 +71,8 @@ KINDS: dict[str, Callable[[random.Random], list[int]]] = {
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_long_rows_are_even_and_hardly_cut(kind: str) -> None:
-    """Catches a rank that costs more than one token too much, and cuts that nothing needs."""
+def test_long_rows_have_even_costs_and_few_cuts(kind: str) -> None:
+    """Catches a rank whose cost is too high by more than one token, and unneeded cuts."""
     draw = random.Random(2)
     for num_ranks, windows in product([2, 3, 8, 16], [FULL, ((256, 3), (None, 1)), ((64, 1),)]):
         for _ in range(2):
@@ -87,8 +87,8 @@ def test_long_rows_are_even_and_hardly_cut(kind: str) -> None:
             assert cuts <= 2 * (num_ranks - 1)
 
 
-def test_cases_by_hand() -> None:
-    """Catches another order of things than the note draws."""
+def test_small_splits_match_those_of_the_note() -> None:
+    """Catches an order of slices other than that of the design note."""
     (one, other) = SequenceSplit.of([8], 2).slices
     assert one == (Slice(0, 0, 2), Slice(0, 6, 8))
     assert other == (Slice(0, 2, 6),)
@@ -96,12 +96,12 @@ def test_cases_by_hand() -> None:
         (Slice(0, 0, 2), Slice(1, 0, 2), Slice(2, 4, 6)),
         (Slice(1, 2, 4), Slice(2, 0, 4)),
     )
-    # four alike, two ranks: whole
+    # four equal documents on two ranks stay whole
     assert SequenceSplit.of([5, 5, 5, 5], 2).slices == (
         (Slice(0, 0, 5), Slice(1, 0, 5)),
         (Slice(2, 0, 5), Slice(3, 0, 5)),
     )
-    # a window of one makes all tokens alike
+    # with a window of one all tokens cost the same
     assert SequenceSplit.of([8], 2, ((1, 1),)).slices == ((Slice(0, 0, 4),), (Slice(0, 4, 8),))
     # fewer tokens than ranks
     assert SequenceSplit.of([1, 1], 3).slices == ((Slice(0, 0, 1),), (Slice(1, 0, 1),), ())
@@ -114,8 +114,8 @@ def test_cases_by_hand() -> None:
     assert plan.costs == (19, 20)
 
 
-def test_the_same_in_every_process() -> None:
-    """Catches an order that hashes decide, and torch being loaded for arithmetic."""
+def test_the_split_is_equal_in_every_process() -> None:
+    """Catches an order that depends on hashes, and torch imported for arithmetic."""
     lengths = log_normal(random.Random(4), 20000, 50, 1)
     code = (
         "import sys; from isp.core.mesh.sequence_split import SequenceSplit;"

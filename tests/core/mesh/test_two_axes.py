@@ -1,4 +1,4 @@
-"""Tensor groups as heads x context: sizes, groups, and what is refused."""
+"""Tensor groups as heads x context: sizes, groups, and refusals."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ def _parallel(tensor: int, *, head_first: bool = True, mode: Mode = Mode.ISP, **
     return ParallelConfig(tensor=TensorConfig(size=tensor, mode=mode), sequence_2D=two)
 
 
-def test_groups_of_either_placement():
-    """Catches neighbours of the wrong kind, or ranks in another order than their tokens'."""
+def test_groups_follow_head_first_and_context_first():
+    """Catches neighbors of the wrong axis, and ranks in another order than their tokens."""
     near = Topology.create(8, _parallel(8, context_size=4))
     assert near.groups(Axis.HEAD) == [[0, 1], [2, 3], [4, 5], [6, 7]]
     assert near.groups(Axis.CONTEXT) == [[0, 2, 4, 6], [1, 3, 5, 7]]
@@ -35,8 +35,8 @@ def test_groups_of_either_placement():
     assert "tensor 4 = head 2 x context 2" in far.describe()
 
 
-def test_sizes_hold_no_groups_in_any_mode():
-    """Catches a report that takes a line of groups, or leaves out a mesh."""
+def test_describing_sizes_does_not_list_groups():
+    """Catches a report that takes a line for each group, or leaves out a mesh."""
     msp = Topology.create(4, ParallelConfig(tensor=TensorConfig(size=2, mode=Mode.MSP)))
     assert msp.sizes() == ["world 4 = pipeline 1 x data 2 x tensor 2"]
     assert Topology.create(8, _parallel(4, context_size=2)).sizes() == [
@@ -47,8 +47,8 @@ def test_sizes_hold_no_groups_in_any_mode():
 
 
 @pytest.mark.parametrize("head_first", [True, False])
-def test_both_axes_cut_the_tensor_groups(head_first):
-    """Catches a rank that is in no group, or shares more than itself with one of the other axis."""
+def test_head_and_context_groups_partition_the_tensor_groups(head_first):
+    """Catches a rank in no group, and groups of both axes that share more than one rank."""
     for tensor in (1, 2, 6, 8):
         for context in divisors(tensor):
             topology = Topology.create(
@@ -66,7 +66,7 @@ def test_both_axes_cut_the_tensor_groups(head_first):
 
 
 def test_without_two_axes_the_head_group_is_the_tensor_group():
-    """Catches a second process group for the same ranks."""
+    """Catches a second process group with the same ranks."""
     for parallel in (ParallelConfig(tensor=TensorConfig(size=4)), _parallel(4, mode=Mode.MSP)):
         topology = Topology.create(4, parallel)
         assert topology.channel_axis(Axis.HEAD) is Axis.TENSOR
@@ -87,8 +87,8 @@ def test_without_two_axes_the_head_group_is_the_tensor_group():
         (8, {"head_size": 2}, (32, 8), 2),
     ],
 )
-def test_the_size_that_is_not_given(tensor, sizes, heads, head_size):
-    """Catches copies of KV heads nobody asked for, and sizes that do not make up the group."""
+def test_a_missing_head_or_context_size_is_derived(tensor, sizes, heads, head_size):
+    """Catches needless copies of KV heads, and sizes that do not multiply to the group's size."""
     found = _parallel(tensor, **sizes).for_heads(*heads)
     assert found.sequence_2D.sizes == (head_size, tensor // head_size)
 
@@ -107,7 +107,7 @@ def test_the_size_that_is_not_given(tensor, sizes, heads, head_size):
     ],
 )
 def test_sizes_that_do_not_fit_are_refused(tmp_path, words, fault):
-    """Catches a size that would fail, or wait, on the ranks."""
+    """Catches a size that would fail, or hang, on the ranks."""
     path = tmp_path / "job.yaml"
     path.write_text(
         "model: {vocab_size: 64, hidden_size: 32, num_layers: 2, num_heads: 4}\n"
@@ -124,8 +124,8 @@ def test_sizes_that_do_not_fit_are_refused(tmp_path, words, fault):
     assert load_config(path).topology(8).head == 4
 
 
-def test_the_topology_command_refuses_what_a_mode_would_ignore(capsys):
-    """Catches groups that are shown without the axis that was asked for."""
+def test_the_topology_command_refuses_axes_that_a_mode_ignores(capsys):
+    """Catches groups that are shown without the requested axis."""
     asked = ["topology", "--world", "8", "--tensor", "4", "--context", "2"]
     assert main([*asked, "--mode", "mtp"]) != 0
     assert "--context 2 needs --mode isp, not mtp" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""Recurrences and convolutions, token by token: the oracle of every scan."""
+"""Recurrences and convolutions, token by token: the reference of every scan."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from isp.core.mixers.state_space import Mamba2, SelectiveScan
 
 
 def by_document(run, lengths, *xs: Tensor) -> Tensor:
-    """`run` on the tokens of each document by itself: xs [T, ..]."""
+    """Apply `run` to the tokens of each document alone: xs [T, ..]."""
     return torch.cat(
         [run(*(x[a:b] for x in xs)) for a, b in pairwise(accumulate(lengths, initial=0))]
     )
 
 
 def convolution(x: Tensor, weight: Tensor, bias: Tensor | None, dilation: int) -> Tensor:
-    """x [T, C], weight [C, K] -> [T, C]."""
+    """Convolve causally: x [T, C], weight [C, K] -> [T, C]."""
     taps = weight.shape[1]
     out = torch.zeros_like(x)
     for t in range(len(x)):
@@ -43,8 +43,9 @@ def delta_rule(
     *,
     normalise: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """v [T, H, V], g [T, H] or [T, H, K], beta [T, H], q and k [T, G, K], state [H, K, V] before
-    -> [T, H, V], and the state behind."""
+    """Run the gated delta rule: v [T, H, V], g [T, H] or [T, H, K], beta [T, H], q and k [T, G, K],
+    initial state [H, K, V] -> [T, H, V], and the final state.
+    """
     q, k = (x.repeat_interleave(v.shape[1] // x.shape[1], 1) for x in (q, k))
     if normalise:
         q, k = (x / torch.sqrt((x * x).sum(-1, keepdim=True) + 1e-6) for x in (q, k))
@@ -61,8 +62,9 @@ def delta_rule(
 def mamba2(
     x: Tensor, dt: Tensor, B: Tensor, C: Tensor, A: Tensor, D: Tensor, state: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """x [T, H, P], dt [T, H] as it counts, B and C [T, G, N], A and D [H], state [H, P, N] before
-    -> [T, H, P], and the state behind."""
+    """Run Mamba2: x [T, H, P], final dt [T, H], B and C [T, G, N], A and D [H], initial state [H,
+    P, N] -> [T, H, P], and the final state.
+    """
     B, C = (t.repeat_interleave(x.shape[1] // t.shape[1], 1) for t in (B, C))
     state, outs = x.new_zeros(*x.shape[1:], B.shape[2]) if state is None else state, []
     for t in range(len(x)):
@@ -73,7 +75,9 @@ def mamba2(
 
 
 def selective(x: Tensor, dt: Tensor, B: Tensor, C: Tensor, A: Tensor) -> Tensor:
-    """x and dt [T, C], as it counts, B and C [T, N], A [C, N] -> [T, C], without those of D."""
+    """Run the selective scan: x and final dt [T, C], B and C [T, N], A [C, N] -> [T, C], without D
+    x.
+    """
     state, outs = torch.zeros_like(A), []
     for t in range(len(x)):
         state = (A * dt[t].unsqueeze(1)).exp() * state + torch.outer(dt[t] * x[t], B[t])
@@ -82,7 +86,7 @@ def selective(x: Tensor, dt: Tensor, B: Tensor, C: Tensor, A: Tensor) -> Tensor:
 
 
 class Kind(NamedTuple):
-    """A recurrence, its loop over tokens, and the shapes of what it reads."""
+    """A recurrence, its loop over tokens, and the shapes of its inputs."""
 
     recurrence: Recurrence
     plain: Callable[..., Tensor]
@@ -93,11 +97,11 @@ class Kind(NamedTuple):
 
     @property
     def number(self) -> int:
-        """Of tensors of tokens."""
+        """The number of tensors with a row for each token."""
         return len(self.of_heads) + len(self.of_groups)
 
     def tensors(self, tokens: int, seed: int) -> list[Tensor]:
-        """Random ones, in the order of `Inputs`."""
+        """Return random tensors in the order of `Inputs`."""
         generator = torch.Generator().manual_seed(seed)
         shapes = [(tokens, *s) for s in (*self.of_heads, *self.of_groups)]
         shapes += self.constants
@@ -109,7 +113,7 @@ class Kind(NamedTuple):
         return [x.requires_grad_() for x in xs]
 
     def inputs(self, xs: Sequence[Tensor]) -> Inputs:
-        """Tensors in the order of `Inputs`."""
+        """Return `Inputs` of tensors that are in its order."""
         of_heads, rest = xs[: len(self.of_heads)], xs[len(self.of_heads) :]
         groups = len(self.of_groups)
         return Inputs(tuple(of_heads), tuple(rest[:groups]), tuple(rest[groups:]))
@@ -124,7 +128,7 @@ def delta_kind(
     per_feature: bool = False,
     normalise: bool = True,
 ) -> Kind:
-    """The gated delta rule; with a decay for each feature, KDA."""
+    """Return the gated delta rule, or KDA if it has a decay for each feature."""
     g = (heads, key) if per_feature else (heads,)
     shapes = ((heads, value), g, (heads,)), ((groups, key),) * 2, (), (heads, key, value)
     rule = DeltaRule(normalise=normalise)
@@ -132,7 +136,7 @@ def delta_kind(
 
 
 def mamba2_kind(heads: int, groups: int, *, key: int = 4, value: int = 3) -> Kind:
-    """Mamba2, its steps within limits."""
+    """Return Mamba2 with limits of its time steps."""
 
     def plain(
         x: Tensor, dt: Tensor, B: Tensor, C: Tensor, A: Tensor, D: Tensor, bias: Tensor
@@ -144,7 +148,7 @@ def mamba2_kind(heads: int, groups: int, *, key: int = 4, value: int = 3) -> Kin
 
 
 def selective_kind(channels: int, *, key: int = 4) -> Kind:
-    """Mamba's selective scan."""
+    """Return Mamba's selective scan."""
 
     def plain(
         x: Tensor, dt: Tensor, B: Tensor, C: Tensor, A: Tensor, D: Tensor, bias: Tensor

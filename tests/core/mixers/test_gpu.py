@@ -1,4 +1,4 @@
-"""Kernels of packages on a GPU against our own code there, for those that are installed."""
+"""Kernels of the installed packages on a GPU against ISP's torch code on that GPU."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.core.mixers.test_kernels import NAMES, PACKAGES, WAYS, computed, kind
 
 pytestmark = pytest.mark.gpu
 TOLERANCE = {torch.float32: 1e-2, torch.bfloat16: 6e-2}
-"""Of the largest number: products are TF32, or bfloat16."""
+"""Relative to the largest value: products are TF32 or bfloat16."""
 
 
 def _same(found: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype) -> bool:
@@ -22,10 +22,10 @@ def _same(found: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype) -> bo
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", NAMES)
-def test_scans_of_kernels(
+def test_scan_kernels_equal_the_torch_code(
     name: str, way: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Catches a kernel that reads its arguments otherwise than we give them."""
+    """Catches a kernel that interprets its arguments differently."""
     module = dict(zip(NAMES, PACKAGES, strict=False))[name]
     pytest.importorskip(module, exc_type=ImportError)
     if name == "selective":
@@ -41,8 +41,10 @@ def test_scans_of_kernels(
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
-def test_convolution_of_a_kernel(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches a result that is shifted, and a layout that the kernel refuses in backward."""
+def test_the_convolution_kernel_equals_the_torch_code(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Catches a shifted result, and a layout that the kernel refuses in backward."""
     pytest.importorskip("causal_conv1d", exc_type=ImportError)
 
     def found() -> list[torch.Tensor]:

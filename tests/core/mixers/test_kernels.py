@@ -1,7 +1,7 @@
-"""What kernels of packages are given, by stand-ins with their signatures that compute on CPU.
+"""Arguments of package kernels, tested with stand-ins of the same signatures on the CPU.
 
-Each stand-in goes token by token, checks what the package checks, and is compared in float64 with
-our own code: results, final states, and the gradients of both.
+Each stand-in loops over tokens, checks its arguments as the package does, and is compared in
+float64 with ISP's torch code: results, final states, and the gradients of both.
 """
 
 from __future__ import annotations
@@ -30,7 +30,9 @@ def chunk_gated_delta_rule(
     q, k, v, g, beta, scale=None, initial_state=None, output_final_state=False,
     use_qk_l2norm_in_kernel=False, cu_seqlens=None, cu_seqlens_cpu=None, **kwargs,
 ):  # fmt: skip
-    """fla.ops.gated_delta_rule: [1, T, ..], states [N, HV, K, V]; as chunk_kda with g [.., K]."""
+    """Stand in for fla.ops.gated_delta_rule: [1, T, ..], states [N, HV, K, V]; with g [.., K] for
+    chunk_kda.
+    """
     assert not kwargs
     assert q.shape[0] == 1
     assert q.dtype == k.dtype == v.dtype
@@ -56,7 +58,9 @@ def mamba_chunk_scan_combined(
     cu_seqlens=None, dt_softplus=False, dt_limit=(0.0, float("inf")), return_final_states=False,
     return_varlen_states=False, state_dtype=None,
 ):  # fmt: skip
-    """mamba_ssm.ops.triton.ssd_combined: x [B, T, H, P], states [B, H, P, N], seq_idx [B, T]."""
+    """Stand in for mamba_ssm.ops.triton.ssd_combined: x [B, T, H, P], states [B, H, P, N], seq_idx
+    [B, T].
+    """
     assert x.dtype == B.dtype == C.dtype
     assert x.shape[0] == 1
     calls.append("mamba2")
@@ -78,7 +82,9 @@ def selective_scan_fn(
     u, delta, A, B, C, D=None, z=None, delta_bias=None, delta_softplus=False,
     return_last_state=False,
 ):  # fmt: skip
-    """mamba_ssm.ops.selective_scan_interface: u and delta [B, D, L], B and C [B, N, L]."""
+    """Stand in for mamba_ssm.ops.selective_scan_interface: u and delta [B, D, L], B and C [B, N,
+    L].
+    """
     assert u.dtype == delta.dtype == A.dtype == B.dtype == C.dtype
     calls.append("selective")
     return reference.selective(*(x[0].T for x in (u, delta, B, C)), A).T[None]
@@ -88,7 +94,7 @@ def causal_conv1d_fn(
     x, weight, bias=None, seq_idx=None, initial_states=None, return_final_states=False,
     final_states_out=None, activation=None,
 ):  # fmt: skip
-    """causal_conv1d: x [B, C, T] with channels last, of which 8 divide the number."""
+    """Stand in for causal_conv1d: x [B, C, T] with channels last and C divisible by 8."""
     assert x.stride(1) == 1
     assert not any(size % 8 for size in (x.shape[1], x.stride(0), x.stride(2)))
     calls.append("convolution")
@@ -108,7 +114,7 @@ PACKAGES: dict[str, Callable[..., Any] | None] = {
 
 @pytest.fixture
 def installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All packages, which take float64 on CPU."""
+    """Install stand-ins of all packages, which accept float64 on the CPU."""
     for name, function in PACKAGES.items():
         module = ModuleType(name)
         if function is not None:
@@ -123,7 +129,7 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def kind(name: str, key: int, value: int) -> reference.Kind:
-    """With keys, or numbers of a state, and values of these sizes."""
+    """Return a recurrence with these sizes of keys (or states) and values."""
     sizes = {"key": key, "value": value}
     if name == "delta":
         return reference.delta_kind(4, 2, **sizes)
@@ -142,7 +148,7 @@ def computed(
     dtype: torch.dtype = torch.float64,
     device: str = "cpu",
 ) -> list[Tensor]:
-    """Results, final states, and every gradient; `dtype` is that of tokens."""
+    """Return results, final states, and every gradient; `dtype`: the dtype of the token tensors."""
     wide = torch.promote_types(dtype, torch.float32)
     initial = torch.Generator().manual_seed(8)
     xs = kind.tensors(sum(lengths), 7)
@@ -166,10 +172,10 @@ NAMES = ("delta", "kda", "mamba2", "selective")
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", NAMES)
-def test_kernels_are_given_what_they_ask_for(
+def test_scan_kernels_get_the_layout_they_expect(
     name: str, way: str, request: pytest.FixtureRequest
 ) -> None:
-    """Catches a layout, an order of arguments, or a state that is not the package's."""
+    """Catches a layout, an order of arguments, or a state that differs from the package's."""
     lengths = (9,) if way == "alone" else LENGTHS
     own = computed(kind(name, 5, 3), lengths, way=way)
     request.getfixturevalue("installed")
@@ -179,8 +185,8 @@ def test_kernels_are_given_what_they_ask_for(
         torch.testing.assert_close(x, y, rtol=1e-10, atol=1e-10)
 
 
-def test_convolution_is_given_channels_last(request: pytest.FixtureRequest) -> None:
-    """Catches a halo that is cut off on the wrong side, and sizes that the kernel refuses."""
+def test_the_convolution_kernel_gets_channels_last(request: pytest.FixtureRequest) -> None:
+    """Catches a halo cut off at the wrong end, and sizes that the kernel refuses."""
     cases = [(8, 4, 1), (8, 4, 3), (6, 4, 1), (8, 5, 1)]
     draw = torch.Generator().manual_seed(7)
     xs = [
@@ -197,7 +203,9 @@ def test_convolution_is_given_channels_last(request: pytest.FixtureRequest) -> N
 def test_the_choice_is_logged_once(
     installed: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Catches a kernel that computes, or does not, without a word, and one too old to be right."""
+    """Catches a choice of kernel or torch code that is not logged, and a package that is
+    too old.
+    """
     caplog.set_level(logging.INFO, logger=kernels.__name__)
     for _ in range(2):
         computed(kind("delta", 5, 3), LENGTHS, way="from zero")

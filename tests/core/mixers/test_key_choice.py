@@ -1,4 +1,4 @@
-"""The choice of keys over 1 to 4 ranks, a few at a time, against each document alone."""
+"""The choice of keys by an indexer on 1 to 4 ranks, in tiles, against each document alone."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from tests.ranks import run_ranks
 
 
 class _Indexer:
-    """Scores behind a ReLU, of two heads that choose for themselves; many are zero, and equal."""
+    """Two heads that choose keys by scores after a ReLU; many scores are zero, hence equal."""
 
     num_heads = num_choices = 2
 
     def __init__(self, queries: Tensor, keys: Tensor) -> None:
-        """Queries [T, 2, D], keys [T, D]."""
+        """Take queries [T, 2, D] and keys [T, D]."""
         self._queries, self.keys = queries, keys.unsqueeze(0)
 
     def most(self, length: int) -> int:
@@ -56,7 +56,7 @@ def _on_rank(rank: int, size: int) -> dict[str, bool]:
 def test_every_token_chooses_as_in_its_document_alone(
     size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Catches keys of another document or order, a tile at a wrong place, ties broken otherwise."""
+    """Catches keys of another document or order, a misplaced tile, and ties broken differently."""
     monkeypatch.setattr(key_choice, "_MOST_SCORES", 2 * 23 * 4)  # tiles of 4 queries, or of 1
     for same in run_ranks(size, _on_rank, size):
         assert all(same.values()), same

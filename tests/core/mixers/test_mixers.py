@@ -1,4 +1,4 @@
-"""Convolutions and scans over 1 to 4 ranks against token by token loops on one: every gradient."""
+"""Convolutions and scans on 1 to 4 ranks against token by token loops on one: every gradient."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def _contiguous(lengths: tuple[int, ...], sizes: list[int]) -> SequenceSplit:
 
 
 def _of_context(lengths: tuple[int, ...], size: int) -> SequenceSplit:
-    """As a run places them on 2 context ranks of `size` / 2 head ranks, or on one."""
+    """Return the split of a run with 2 context ranks and `size` / 2 head ranks, or of one rank."""
     context = _Sized(2 if size % 2 == 0 else 1)
     ranks = SequenceRanks(head=_Sized(size // context.size), context=context)  # type: ignore[arg-type]
     bounds = tuple(accumulate(lengths, initial=0))
@@ -81,7 +81,7 @@ def _scattered(lengths: tuple[int, ...], size: int) -> SequenceSplit:
     return SequenceSplit(lengths, tuple(tuple(slices[rank::size]) for rank in range(size)))
 
 
-@cache  # filled before ranks are forked, which then have it
+@cache  # filled before ranks fork, so that they inherit it
 def _plain(name: str, lengths: tuple[int, ...]) -> tuple[Tensor, list[Tensor]]:
     kind = KINDS[name]
     xs = kind.tensors(sum(lengths), 3)
@@ -126,7 +126,7 @@ def _far(x: Tensor | None, y: Tensor) -> float:
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 def test_scans_equal_a_loop_over_tokens(size: int) -> None:
-    """Catches wrong states, documents that leak, gradients that are lost, a rank that hangs."""
+    """Catches wrong states, states carried across documents, lost gradients, a rank that hangs."""
     cases = [
         (kind, plan, way)
         for kind in KINDS
@@ -180,15 +180,15 @@ def _convolved_on_rank(rank: int, cases: list[tuple[str, str]], size: int) -> li
 
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_convolutions_equal_a_loop_over_tokens(size: int) -> None:
-    """Catches a halo of another document, of too few tokens, and one that gives no gradient."""
+    """Catches a halo of another document or of too few tokens, and one without a gradient."""
     cases = [(c, plan) for c in CONVOLUTIONS for plan in PLANS]
     for errors in run_ranks(size, _convolved_on_rank, cases, size):
         assert {c: e for c, e in zip(cases, errors, strict=True) if not e <= TOLERANCE} == {}
 
 
 @pytest.mark.parametrize("name", ["delta", "kda", "mamba2"])
-def test_weak_decays_are_not_lost_behind_strong_ones(name: str) -> None:
-    """Catches decays in float32 that are differences of sums: 1e5 and 1e-3 leave 0."""
+def test_weak_decays_after_strong_ones_keep_their_precision(name: str) -> None:
+    """Catches float32 decays computed as differences of sums, where 1e5 and 1e-3 leave 0."""
     kind, xs = KINDS[name], [x.detach().float() for x in KINDS[name].tensors(64, 3)]
     strong = torch.arange(64).view(-1, *(1 for _ in xs[1].shape[1:])) % 32 == 5
     time = torch.where(strong, 1e5, 1e-3).expand_as(xs[1])
@@ -210,7 +210,7 @@ def test_weak_decays_are_not_lost_behind_strong_ones(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["delta", "kda", "mamba2", "selective"])
 def test_backward_of_a_scan_is_linear_in_its_length(name: str) -> None:
-    """Catches parts taken one by one, each of which has a gradient as long as the whole."""
+    """Catches chunks sliced one by one, each of which has a gradient as long as the sequence."""
     kind = KINDS[name]
 
     def taken(tokens: int) -> int:
@@ -248,10 +248,10 @@ def _kda_by_heads_on_rank(rank: int, size: int) -> list[bool]:
 
 
 @pytest.mark.parametrize("size", [3, 4])
-def test_kda_by_heads_is_that_of_one_rank_bit_by_bit(size: int) -> None:
-    """Catches sums over ranks, and other chunks, where each head keeps to itself.
+def test_kda_split_by_heads_has_the_bits_of_one_rank(size: int) -> None:
+    """Catches sums over ranks, and other chunks, where each head is independent.
 
-    Of documents of whole vectors: torch rounds what is left over in another way.
+    Document lengths fill whole vectors, since torch rounds the remainder in another way.
     """
     for alike in run_ranks(size, _kda_by_heads_on_rank, size):
         assert alike == [True] * 6

@@ -1,4 +1,4 @@
-"""Parameters for tests: cut as a topology says, with gradients that every layout agrees on."""
+"""Parameters for tests: sharded by a topology, with gradients that are equal in every layout."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from isp.core.weights.sharded_parameter import ShardedParameter
 
 
 class Spec(NamedTuple):
-    """A parameter of the test model, as a whole."""
+    """A whole parameter of the test model."""
 
     name: str
     shape: tuple[int, ...]
@@ -24,19 +24,19 @@ class Spec(NamedTuple):
     """The dim that is cut over the weight group; None: replicated."""
     segments: tuple[int, ...] = ()
     stage: int = 0
-    """The pipeline stage that holds it."""
+    """The pipeline stage of the parameter."""
     matrices: Matrices | None = None
-    """Those that it consists of."""
+    """The matrices that the parameter consists of."""
     cuts: tuple[Any, ...] = (...,)
-    """Their places in it, as indices."""
+    """Indices of the matrices in the parameter."""
 
     def full(self, seed: int) -> Tensor:
-        """A float64 tensor that depends on name and seed alone."""
+        """Return a float64 tensor that depends only on name and seed."""
         generator = torch.Generator().manual_seed(sum(map(ord, self.name)) * 1000 + seed)
         return torch.randn(self.shape, generator=generator, dtype=torch.float64)
 
     def layout(self, weight: int, index: int) -> ParameterLayout:
-        """The layout on rank `index` of a weight group of `weight` ranks."""
+        """Return the layout on rank `index` of a weight group of `weight` ranks."""
         cut = self.dim is not None
         return ParameterLayout(
             global_shape=self.shape,
@@ -53,14 +53,14 @@ class Spec(NamedTuple):
 def place(
     spec: Spec, mesh: Mesh, dtype: torch.dtype, device: torch.device | None = None
 ) -> ShardedParameter:
-    """This rank's shard of a parameter and its layout."""
+    """Return this rank's shard of a parameter, and its layout."""
     layout = spec.layout(mesh[Axis.WEIGHT].size, mesh[Axis.WEIGHT].rank)
     shard = layout.shard(spec.full(0)).to(device, dtype).contiguous()
     return ShardedParameter(spec.name, nn.Parameter(shard), layout)
 
 
 class Reach(Enum):
-    """The ranks on which a loss reaches a parameter in a step."""
+    """The ranks on which the loss of a step reaches a parameter."""
 
     ALL = "all"
     FIRST = "the first replica"
@@ -69,7 +69,7 @@ class Reach(Enum):
 
 
 def reach(specs: list[Spec], name: str, seed: int) -> Reach:
-    """Which ranks reach a parameter: in the steps 2 and 3 of each four, all kinds are there."""
+    """Return which ranks reach a parameter; steps 2 and 3 of each four have all kinds."""
     number = [spec.name for spec in specs].index(name)
     return Reach.ALL if seed % 4 < 2 else [*Reach][(number + seed) % 4]
 
@@ -81,7 +81,9 @@ def go_backward(
     seed: int,
     scale: Callable[[Tensor], Tensor] = lambda x: x,
 ) -> None:
-    """Backward of the losses of all parameters that this rank reaches; `specs`: of all stages."""
+    """Run backward of the losses of all parameters that this rank reaches; `specs`: of all
+    stages.
+    """
     total = torch.zeros((), dtype=torch.float64)
     for item in items:
         kind = reach(specs, item.name, seed)
@@ -96,7 +98,7 @@ def go_backward(
 def go_backward_plainly(
     spec: Spec, parameter: Tensor, kind: Reach, seed: int, ranks: Topology
 ) -> None:
-    """The same for a whole parameter, over all ranks."""
+    """Run backward of a whole parameter's losses over all ranks."""
     num = ranks.stage
     if kind is Reach.FIRST:
         num = 1 if spec.dim is None else ranks.weight
@@ -106,7 +108,7 @@ def go_backward_plainly(
 
 
 def loss(items: list[ShardedParameter], specs: list[Spec], mesh: Mesh, seed: int) -> Tensor:
-    """A loss on this rank whose gradients, summed over the ranks, are those of `full_loss`."""
+    """Return this rank's loss; its gradients summed over the ranks are those of `full_loss`."""
     by_name = {spec.name: spec for spec in specs}
     total = torch.zeros((), dtype=torch.float64)
     for item in items:
@@ -123,6 +125,6 @@ def loss(items: list[ShardedParameter], specs: list[Spec], mesh: Mesh, seed: int
 def full_loss(
     spec: Spec, parameter: Tensor, seed: int, stage_ranks: int, pull: float = 0.1
 ) -> Tensor:
-    """The loss of a whole parameter: the sum over the ranks of its stage."""
+    """Return the loss of a whole parameter, summed over the ranks of its stage."""
     slope = sum(spec.full(seed * 100 + rank) for rank in range(stage_ranks))
     return (parameter * slope).sum() + parameter.double().square().sum() * pull

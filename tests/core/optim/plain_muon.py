@@ -1,4 +1,4 @@
-"""Muon on whole parameters, in the dtype that they have; torch's own rounds to bfloat16."""
+"""Muon on whole parameters in their own dtype; torch's Muon rounds to bfloat16."""
 
 from __future__ import annotations
 
@@ -15,7 +15,9 @@ __all__ = ["PlainMuon"]
 
 
 class PlainMuon(torch.optim.Optimizer):
-    """Groups have a `rule`, muon or adamw, and `cuts`, the indices of their matrices."""
+    """Muon whose groups have a `rule` (muon or adamw) and `cuts`, the boundaries of their
+    matrices.
+    """
 
     def __init__(self, groups: list[Any], config: OptimizerConfig) -> None:
         super().__init__(groups, {"lr": config.lr, "weight_decay": 0.0})

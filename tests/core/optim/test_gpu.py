@@ -1,4 +1,4 @@
-"""Updated weights on a GPU, published over a wire that is slower than compute."""
+"""Updated weights on a GPU, sent over a link that is slower than compute."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from tests.core.weights.test_gpu import LONG_CYCLES, WireChannel
 pytestmark = pytest.mark.gpu
 
 
-def test_what_is_published_is_kept_until_it_has_travelled() -> None:
-    """Catches memory that is lent again while it is sent, as another stream was the first to wait.
+def test_updated_weights_stay_allocated_until_they_are_sent() -> None:
+    """Catches memory that is reused while it is sent, because another stream waited first.
 
-    It is that of the gathers, ahead of compute; what compute makes next is filled with NaN.
+    The gather stream waits before compute does; compute fills its next allocation with NaN.
     """
     device = torch.device("cuda", torch.cuda.current_device())
     parameter = nn.Parameter(torch.arange(64.0, device=device).view(8, 8))
@@ -26,7 +26,7 @@ def test_what_is_published_is_kept_until_it_has_travelled() -> None:
     publisher = Publisher(
         [ShardedParameter("w", parameter, layout)], WireChannel(cycles=LONG_CYCLES // 4)
     )
-    own = parameter.detach()[4:].clone()  # rank 1's, of two that do the same
+    own = parameter.detach()[4:].clone()  # the rows of rank 1, of two ranks with equal data
     torch.cuda.synchronize()
     publisher.launch()
     with torch.cuda.stream(torch.cuda.Stream()):

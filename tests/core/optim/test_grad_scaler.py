@@ -1,4 +1,4 @@
-"""The loss scale: its rules, and an optimizer that takes it out of the gradients again."""
+"""The loss scale: its rules, and an optimizer that divides the gradients by it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PLAIN = OptimizerConfig(lr=1e-2, weight_decay=0.1)
 
 
 def scales(scaler: GradScaler, overflows: str) -> list[float]:
-    """The scale after each step: `x` is one that overflows."""
+    """Return the scale after each step; `x` is a step that overflows."""
     found = []
     for step in overflows:
         scaler.update(overflow=step == "x")
@@ -49,13 +49,13 @@ RULES = GradScalerConfig(initial_scale=64, min_scale=8, max_scale=128, growth_in
 def test_the_scale_follows_its_rules(
     changes: dict[str, Any], steps: str, expected: list[float]
 ) -> None:
-    """Catches a scale that moves too early, too late, too far, or past its limits."""
+    """Catches a scale that changes too early, too late, by a wrong factor, or beyond its limits."""
     assert scales(GradScaler(replace(RULES, **changes)), steps) == expected
 
 
 @pytest.mark.parametrize("before", ["", ".", "x", "x.", "xx", "xxxx", "....x.."])
-def test_a_loaded_scale_goes_on_as_one_that_was_not_saved(before: str) -> None:
-    """Catches a state that leaves out the scale, the good steps or the hysteresis."""
+def test_a_loaded_scale_continues_unchanged(before: str) -> None:
+    """Catches a state without the scale, the good steps or the hysteresis."""
     whole = GradScaler(replace(RULES, hysteresis=3))
     scales(whole, before)
     loaded = GradScaler(replace(RULES, hysteresis=3))
@@ -76,7 +76,7 @@ class Solo:
         self.optimizer = Zero1Optimizer(self.gradients, mesh, config)
 
     def step(self, gradient: float) -> StepResult:
-        """A step with this gradient in every element."""
+        """Take a step with this gradient in every element."""
         self.gradients.zero()
         total = (self.item.parameter.double() * gradient).sum()
         self.optimizer.scale_loss(total).backward()
@@ -84,7 +84,7 @@ class Solo:
         return self.optimizer.step(1e-2)
 
 
-def test_float16_keeps_gradients_that_it_cannot_hold() -> None:
+def test_float16_keeps_gradients_below_its_range() -> None:
     """Catches float16 without a scale, and a reported norm of the scaled gradients."""
     tiny = 1e-8
     assert torch.tensor(tiny).half() == 0
@@ -98,16 +98,17 @@ def test_float16_keeps_gradients_that_it_cannot_hold() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
 def test_other_dtypes_are_not_scaled(dtype: torch.dtype) -> None:
-    """Catches a scale where nobody asked for one."""
+    """Catches a scale for dtypes that need none."""
     optimizer = Solo(dtype).optimizer
     total = torch.ones(())
     assert optimizer.scaler is None
     assert optimizer.scale_loss(total) is total
 
 
-def test_skips_in_a_row_are_those_that_no_smaller_scale_avoids() -> None:
-    """Catches a search for the scale that counts, an update that forgives nothing, or a count that
-    never begins."""
+def test_only_skips_at_the_smallest_scale_count_in_a_row() -> None:
+    """Catches skips counted while the scale still falls, an update that does not reset the count,
+    and a count that never begins.
+    """
     plain = Solo(torch.float32)
     rows = []
     for gradient in (math.inf, math.nan, 1.0, math.inf):
@@ -125,8 +126,8 @@ def test_skips_in_a_row_are_those_that_no_smaller_scale_avoids() -> None:
     assert rows == [0, 0, 0, 1, 2, 0, 1], "4, 4 (hysteresis), 2, and then 1, which is the least"
 
 
-def test_skips_and_scale_go_on_from_a_saved_state() -> None:
-    """Catches a run that searches its scale anew after a stop, or forgets what it has skipped."""
+def test_skips_and_scale_continue_from_a_saved_state() -> None:
+    """Catches a resumed run that searches its scale anew, or loses its count of skipped steps."""
     config = replace(PLAIN, grad_scaler=GradScalerConfig(initial_scale=2, hysteresis=1))
     saved = Solo(torch.float16, config)
     for gradient in (math.inf, math.inf, math.inf):

@@ -42,8 +42,8 @@ WANTED = {
 }
 
 
-def test_the_first_group_that_matches_counts() -> None:
-    """Catches the last one counting, values mixed from two, and biases decayed unasked."""
+def test_the_first_matching_group_applies() -> None:
+    """Catches the last match applied, values of two groups mixed, and biases decayed by default."""
     found = {spec.name: values_of(spec.name, spec.layout(1, 0), CONFIG) for spec in SPECS}
     assert found == WANTED
     plain = OptimizerConfig()
@@ -51,13 +51,13 @@ def test_the_first_group_that_matches_counts() -> None:
     assert group_values("wo.weight", plain, decays=True) == GroupValues(1.0, 0.1)
 
 
-def test_parity_with_plain_adamw() -> None:
-    """Catches a group's rows on another rank forgotten, and a schedule that undoes the scale."""
+def test_groups_equal_plain_adamw() -> None:
+    """Catches rows of a group on another rank left out, and a schedule that overrides lr_scale."""
     assert_parity(topology(4, weight=2), SPECS, 0.0, CONFIG)
 
 
 def test_a_checkpoint_is_loaded_into_other_groups(tmp_path: Path) -> None:
-    """Catches states that are saved by group, and groups that a resumed run does not take up."""
+    """Catches states saved by group, and changed groups that a resumed run ignores."""
     job = write_job(tmp_path)
     run_forked(job, "--training.steps", "2")
     run_forked(
@@ -71,8 +71,8 @@ def test_a_checkpoint_is_loaded_into_other_groups(tmp_path: Path) -> None:
         assert torch.equal(tensor, after[name]) == fixed, name
 
 
-def test_a_group_of_nothing_is_refused() -> None:
-    """Catches a typo that leaves all parameters as they were."""
+def test_a_group_that_matches_no_parameter_is_refused() -> None:
+    """Catches a misspelled pattern that silently matches no parameter."""
     names = [spec.name for spec in SPECS]
     check_groups(names, CONFIG)
     for patterns, fault in (

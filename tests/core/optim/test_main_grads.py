@@ -33,7 +33,7 @@ def make(
 
 
 class Deferred(torch.autograd.Function):
-    """w * x whose gradient of w is promised, and None for autograd."""
+    """w * x whose gradient of w is promised for later, with None returned to autograd."""
 
     @staticmethod
     def forward(ctx, x: Tensor, w: Tensor, gradients: MainGradients, due: list) -> Tensor:
@@ -49,8 +49,8 @@ class Deferred(torch.autograd.Function):
         return dy * w, None, None, None
 
 
-def test_sums_micro_batches_and_shared_uses():
-    """Catches a gradient that overwrites an earlier one, and one that is left in p.grad."""
+def test_gradients_of_micro_batches_and_shared_weights_are_summed():
+    """Catches a gradient that overwrites an earlier one, and one that stays in p.grad."""
     items = make((3,), (2, 2))
     gradients = MainGradients(items, SOLO)
     (a, b), c = (item.parameter for item in items), 5.0
@@ -65,8 +65,8 @@ def test_sums_micro_batches_and_shared_uses():
 
 
 @pytest.mark.parametrize("last", [False, True])
-def test_promised_gradients_arrive_later(last: bool):
-    """Catches a hook that takes None for "no gradient" while one is on its way."""
+def test_promised_gradients_may_arrive_after_backward(last: bool):
+    """Catches a hook that takes None for "no gradient" while one is promised."""
     items = make((3,))
     w = items[0].parameter
     gradients = MainGradients(items, SOLO)
@@ -86,8 +86,10 @@ def test_promised_gradients_arrive_later(last: bool):
     assert torch.equal(gradients.grad(w), (2 * x * w + 1).detach())
 
 
-def test_a_gradient_is_received_where_it_is_summed():
-    """Catches what comes meanwhile lost, overwritten, or summed in the parameter's dtype."""
+def test_a_promised_gradient_is_received_in_the_main_gradient():
+    """Catches gradients added meanwhile that are lost, overwritten, or summed in the parameter's
+    dtype.
+    """
     items = make((1, 1), dtype=torch.bfloat16)
     w, gradients = items[0].parameter, MainGradients(items, SOLO)
     assert gradients.promise(w, torch.bfloat16) is None, "main gradients are wider"
@@ -121,8 +123,8 @@ def test_a_gradient_is_received_where_it_is_summed():
     assert gradients.grad(w).item() == 1
 
 
-def test_without_a_gradient_is_zero():
-    """Catches the last step's gradient showing through where this step has none."""
+def test_a_parameter_without_a_gradient_has_zero():
+    """Catches the gradient of the last step where this step has none."""
     items = make((3,), (3,))
     gradients = MainGradients(items, SOLO)
     for used in (0, 1):
@@ -134,7 +136,7 @@ def test_without_a_gradient_is_zero():
 
 
 def test_late_gradients_raise():
-    """Catches gradients added into a bucket that has been summed already."""
+    """Catches gradients added to a bucket that has already been reduced."""
     items = make((3,))
     w = items[0].parameter
     gradients = MainGradients(items, SOLO)
@@ -159,7 +161,7 @@ def test_late_gradients_raise():
 
 
 def test_no_sync_is_restored_after_an_exception():
-    """Catches a switch that stays off when the body fails."""
+    """Catches no_sync left on after its body raises."""
     items = make((3,))
     gradients = MainGradients(items, SOLO)
     w = items[0].parameter
@@ -177,8 +179,10 @@ def test_no_sync_is_restored_after_an_exception():
         w.sum().backward()
 
 
-def test_refuses_what_can_have_no_gradient():
-    """Catches frozen, doubled and misplaced parameters going unnoticed."""
+def test_frozen_repeated_and_foreign_parameters_are_refused():
+    """Catches parameters without a gradient, listed twice, or on another device that are
+    accepted.
+    """
     frozen, shared, wrong = make((3,)), make((3,)), make((3,))
     frozen[0].parameter.requires_grad_(False)
     with pytest.raises(ValueError, match="p0 requires no gradient"):
@@ -193,7 +197,7 @@ def test_refuses_what_can_have_no_gradient():
 
 
 def _reduce_on(rank: int, bucket_bytes: int, overlap: bool) -> tuple[list[list], list[str]]:
-    """Gradients and launches of a step; on rank 1 the parameter p1 has no part in it."""
+    """Return gradients and launches of a step; the loss of rank 1 does not reach parameter p1."""
     log = CommLog()
     stage = Channel(torch.distributed.group.WORLD, name="stage", log=log)
     items = make((3, 2), (5,), (2, 2)) + [
@@ -222,8 +226,10 @@ def _reduce_on(rank: int, bucket_bytes: int, overlap: bool) -> tuple[list[list],
         (10**6, ["norm .. norm", "p2 .. p0"]),
     ],
 )
-def test_ranks_agree_on_sums_and_order(bucket_bytes: int, launches: list[str]):
-    """Catches ranks that launch in the order of their own readiness, and overlap that shows."""
+def test_ranks_reduce_in_the_same_order(bucket_bytes: int, launches: list[str]):
+    """Catches ranks that launch in the order of their own readiness, and overlap that changes
+    sums.
+    """
     overlapped = run_ranks(2, _reduce_on, bucket_bytes, True)
     plain = run_ranks(2, _reduce_on, bucket_bytes, False)
     for (gradients, labels), (reference, plain_labels) in zip(overlapped, plain, strict=True):
@@ -237,7 +243,9 @@ def test_ranks_agree_on_sums_and_order(bucket_bytes: int, launches: list[str]):
 
 
 def _scattered(rank: int, bucket_bytes: int) -> tuple[list[Any], list[list[int]], list[tuple]]:
-    """Sums gathered, shapes of this rank's rows, and what travels in each of two alike steps."""
+    """Return whole sums, shapes of this rank's rows, and the transfers of each of two equal
+    steps.
+    """
     log = CommLog()
     ranks = Channel(torch.distributed.group.WORLD, log=log)
     items, channels = make(*ROWS), {Axis.DATA: ranks, Axis.WEIGHT_DATA: ranks}
@@ -267,10 +275,11 @@ ROWS = ((17, 2), (9,), (1, 2), (4, 2))
         (10**6, ["all 2", "rows 27"]),
     ],
 )
-def test_replicas_have_the_sums_of_their_rows(bucket_bytes: int, moved: list[str]):
-    """Catches rows of another rank or parameter, padding taken for a sum, and sums that all get.
+def test_replicas_get_the_sums_of_their_own_rows(bucket_bytes: int, moved: list[str]):
+    """Catches rows of another rank or parameter, padding taken for a sum, and sums sent to all
+    ranks.
 
-    One row cannot be cut in two: its sum all have.
+    A parameter of one row cannot be split, so all ranks get its sum.
     """
     kinds = {"rows": "reduce_scatter", "all": "all_reduce"}
     transfers = [(kinds[kind], 8 * int(elements)) for kind, elements in map(str.split, moved)]
@@ -282,7 +291,9 @@ def test_replicas_have_the_sums_of_their_rows(bucket_bytes: int, moved: list[str
 
 
 def _as_one(rank: int, shapes: list[tuple[int, ...]], gives: list[int]) -> list[Any]:
-    """Sums of three that travel as one, declared in another order than they lie, and own rows."""
+    """Return sums and own rows of three parameters that are reduced as one, declared out of
+    order.
+    """
     ranks = Channel(torch.distributed.group.WORLD)
     (whole, other), three = make((sum(n for n, _ in shapes), 2), (3, 2)), make(*shapes)
     ahead = [sum(n for n, _ in shapes[:i]) for i in range(3)]
@@ -309,8 +320,10 @@ def _as_one(rank: int, shapes: list[tuple[int, ...]], gives: list[int]) -> list[
     ("shapes", "own"),
     [([(4, 2), (0, 2), (2, 2)], [2, 0, 1]), ([(3, 2), (0, 2), (2, 2)], [(2, 1), 0, 1])],
 )
-def test_parameters_that_travel_as_one_have_one_gradient(shapes: Any, own: list[Any]):
-    """Catches rows of another of them, and padding between them where rows do not divide."""
+def test_parameters_reduced_as_one_share_a_gradient(shapes: Any, own: list[Any]):
+    """Catches rows of another parameter, and padding between parameters where rows do not
+    divide.
+    """
     (whole,) = make((sum(n for n, _ in shapes), 2))
     for rank, (sums, rows) in enumerate(run_ranks(2, _as_one, shapes, [3, 1])):
         assert sums == (10 * whole.parameter).tolist()  # 3 + 1 of rank 0, 4 + 2 of rank 1

@@ -1,4 +1,4 @@
-"""Updates of whole matrices against a plain Muon, in layouts that cut them anywhere."""
+"""Updates of whole matrices against a plain Muon, in layouts that cut them at any row."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ ONE = Matrices()
 SPECS = [
     Spec("slow", (7, 5), dim=0, matrices=ONE),  # 4 + 3 rows, then 2 + 2 + 2 + 1 or so in zero1
     Spec("wide", (3, 9), dim=1, matrices=ONE),
-    Spec("whole", (4, 6), matrices=ONE),  # as experts are where features are split
+    Spec("whole", (4, 6), matrices=ONE),  # whole on each rank, like experts in mtp, msp and fsp
     Spec("norm", (4,)),
     Spec(
         "qkv",
@@ -58,7 +58,7 @@ SPECS = [
     Spec("table", (6, 3), dim=0, matrices=Matrices(of_block=False)),
     Spec("head", (6, 3), dim=0, matrices=Matrices(of_block=False)),
     Spec("left", (6, 3), dim=0, matrices=ONE),
-    Spec("shared", (6, 3), dim=0),  # tied: no matrix of its own
+    Spec("shared", (6, 3), dim=0),  # tied, so not updated as a matrix
     Spec(
         "turned.gated",
         (3, 2, 8),
@@ -107,10 +107,11 @@ def _train(rank: int, case: Any) -> Any:
     return {item.name: item.parameter.detach().double().numpy() for item in items}
 
 
-def test_parity_with_plain_muon() -> None:
-    """Catches rows of other ranks, a matrix cut wrong, a rate of other sizes, a rule of others.
+def test_updates_equal_plain_muon() -> None:
+    """Catches rows of other ranks, a matrix cut at wrong rows, and a rate or rule of other
+    matrices.
 
-    Fewer matrices than ranks in most buckets, rows that do not divide, ranks without any.
+    Most buckets have fewer matrices than ranks, some rows do not divide, and some ranks have none.
     """
     found = run_each(4, _train, {name: (ranks, MUON) for name, ranks in LAYOUTS.items()})
     alone = run_each(1, _train, {"alone": (topology(1), MUON)})
@@ -129,8 +130,8 @@ def test_parity_with_plain_muon() -> None:
                 )
 
 
-def test_ranks_have_alike_much_to_multiply() -> None:
-    """Catches a rank that all wait for, at the end or after some bucket."""
+def test_matrix_products_are_balanced_over_ranks() -> None:
+    """Catches a rank for which all others wait, at the end or after a bucket."""
     layer = [[26], [12, 12, 3], [26], [3, 26]]
     homes = iter(_homes([layer] * 4, 4))
     loads = [0] * 4
@@ -142,15 +143,16 @@ def test_ranks_have_alike_much_to_multiply() -> None:
 
 
 def _same_bits(rank: int, case: Any) -> bool:
-    """Whether both ways give the same bits."""
+    """Return whether both configurations give the same bits."""
     one, other = (_train(rank, way) for way in case)
     return all(np.array_equal(one[name], other[name]) for name in one)
 
 
-def test_what_changes_no_bit() -> None:
-    """Catches masters or momentum on the host that are not brought or not taken back, a matrix
-    whose bits depend on its home or on what else is there, replicas that drift apart, and a skipped
-    step that changes momentum, or a scale of the loss that gets into it."""
+def test_placement_and_skipped_steps_change_no_bit() -> None:
+    """Catches masters or momentum on the host that are not copied in or back, a matrix whose bits
+    depend on its rank or on other matrices, replicas that drift apart, a skipped step that changes
+    momentum, and a loss scale that enters it.
+    """
     two, bf16, whole = topology(2), torch.bfloat16, torch.float64
     narrow = replace(MUON, moment_dtype="bfloat16")
     scaled = replace(MUON, grad_scaler=GradScalerConfig(use="always", initial_scale=16.0))
@@ -168,7 +170,7 @@ def test_what_changes_no_bit() -> None:
 
 
 def test_a_run_resumes_in_another_layout(tmp_path: Path) -> None:
-    """Catches momentum that is saved or loaded as another weight's, or as adamw's."""
+    """Catches momentum saved or loaded as another weight's, or as adamw's."""
     job, keys = write_job(tmp_path), ("--training.dtype", "float64", "--optimizer.name", "muon")
     alone = ("--parallel.tensor.size", "1", "--parallel.weight.size", "1")
     run_forked(job, *keys, "--training.steps", "4")
@@ -182,8 +184,10 @@ def test_a_run_resumes_in_another_layout(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("shape", [(6, 4), (4, 6), (5, 5)])
-def test_bits_of_torch_in_bfloat16(shape: tuple[int, int]) -> None:
-    """Catches operations in another order than torch's, and a batch unlike its matrices."""
+def test_bfloat16_updates_have_the_bits_of_torch(shape: tuple[int, int]) -> None:
+    """Catches operations in another order than torch's, and a batch that differs from its
+    matrices.
+    """
     x = torch.randn(3, *shape, generator=torch.Generator().manual_seed(1))
     w, keys = torch.zeros(shape, requires_grad=True), MuonConfig(nesterov=False)
     muon = torch.optim.Muon([w], lr=1.0, momentum=0.0, nesterov=False, weight_decay=0.0)
@@ -199,8 +203,8 @@ def test_bits_of_torch_in_bfloat16(shape: tuple[int, int]) -> None:
     torch.testing.assert_close(wide, batch, rtol=1e-12, atol=1e-12)
 
 
-def test_rules_of_weights() -> None:
-    """Catches a table, norm or tied weight that muon takes, and a group that is not asked."""
+def test_each_weight_gets_the_right_rule() -> None:
+    """Catches a table, norm or tied weight updated by muon, and a param group that is ignored."""
     found = {s.name: values_of(s.name, s.layout(1, 0), MUON).rule for s in SPECS}
     assert [name for name, rule in found.items() if rule == "adamw"] == [
         "norm",

@@ -1,4 +1,4 @@
-"""A torch optimizer named in the configuration."""
+"""An optimizer of torch that the configuration names."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ KEYS = ("--training.dtype", "float64", "--lr_scheduler.warmup_steps", "3")
 ALONE = ("--parallel.tensor.size", "1", "--parallel.weight.size", "1")
 
 
-def test_torchs_adamw_by_its_name_is_adamw(tmp_path: Path) -> None:
-    """Catches a rate that does not follow the schedule, norms that decay, betas that are torch's,
-    and states or counts of steps that a run in another layout does not resume."""
+def test_torchs_adamw_by_name_equals_adamw(tmp_path: Path) -> None:
+    """Catches a rate that ignores the schedule, norms that decay, betas left at torch's defaults,
+    and states or step counts that another layout does not resume.
+    """
     job, named = write_job(tmp_path), ("--optimizer.name", "torch.optim:AdamW")
     run_forked(job, *KEYS, "--training.steps", "4")
     run_forked(job, *KEYS, "--training.steps", "2", *named, "--job.name", "named")
@@ -31,8 +32,8 @@ def test_torchs_adamw_by_its_name_is_adamw(tmp_path: Path) -> None:
         assert here == pytest.approx(there, rel=1e-9)
 
 
-def test_what_cannot_be_taken_is_refused(tmp_path: Path) -> None:
-    """Catches one that looks at whole weights, is not there, or leaves keys without effect."""
+def test_optimizers_that_cannot_be_sharded_are_refused(tmp_path: Path) -> None:
+    """Catches an optimizer that reads whole weights or does not exist, and keys without effect."""
     job = write_job(tmp_path)
     for name, said in {
         "torch.optim:Adafactor": "of which each rank holds",

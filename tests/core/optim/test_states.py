@@ -43,11 +43,11 @@ CONFIG = OptimizerConfig(
 LION = replace(CONFIG, name="lion")
 STEPS = 4
 SMALL = 4096
-"""Bytes of a bucket: less than most of the parameters' states."""
+"""Bytes of a bucket, fewer than the states of most parameters."""
 
 
 class Way(NamedTuple):
-    """A layout, and numbers."""
+    """A layout, and how states are stored."""
 
     ranks: Topology
     dtype: torch.dtype
@@ -69,7 +69,9 @@ WAYS = {
 def _trained(
     rank: int, way: Way, *, on_host: bool, bucket_bytes: int = SMALL
 ) -> tuple[list[Any], list[Tensor], int]:
-    """Results, then weights and states after some steps, one of them skipped; buckets of states."""
+    """Return results, weights and states after some steps, one of them skipped, and state
+    buckets.
+    """
     mesh = Mesh(way.ranks, rank)
     items = [place(spec, mesh, way.dtype) for spec in SPECS]
     gradients = MainGradients(items, mesh)
@@ -101,7 +103,7 @@ def _compared(rank: int, way: Way) -> tuple[bool, list[bool], int]:
 
 
 def test_states_on_the_host_change_no_bit() -> None:
-    """Catches rows that no bucket takes along, or two, and a master that its weights do not follow.
+    """Catches rows in no bucket or in two, and a master that its weights do not follow.
 
     With groups, clipping, a skipped step, and a loss scale.
     """
@@ -149,17 +151,17 @@ def _rounded(rank: int, name: Literal["adamw", "lion"]) -> None:
         torch.testing.assert_close(item.parameter.detach(), p.detach(), rtol=error, atol=error)
 
 
-def test_narrow_moments_are_those_of_a_plain_rule_rounded_once_a_step() -> None:
+def test_bfloat16_moments_are_rounded_once_a_step() -> None:
     """Catches arithmetic in bfloat16, moments rounded twice or never, and narrow masters."""
     run_each(1, _rounded, {"adamw": "adamw", "lion": "lion"})
 
 
 def _faults(rank: int, way: Way) -> tuple[list[str], int, int]:
-    """What a device with streams would get wrong, how much was followed, and the buckets."""
+    """Return the faults that a device with streams would have, operations followed, and buckets."""
     hosted: list[Tensor] = []
 
     def apart(memory: StateMemory, shape: torch.Size, dtype: torch.dtype) -> Tensor:
-        """Each state in memory of its own: the checker knows memory as a whole."""
+        """Return each state in memory of its own, since the checker follows whole allocations."""
         hosted.append(torch.zeros(shape, dtype=dtype))
         return hosted[-1]
 
@@ -170,8 +172,8 @@ def _faults(rank: int, way: Way) -> tuple[list[str], int, int]:
         return device.faults, device.touched, buckets
 
 
-def test_states_are_there_before_they_are_used_and_home_before_they_are_read() -> None:
-    """Catches a buffer that is overwritten too early, and a checkpoint of states on their way."""
+def test_states_arrive_before_the_update_and_return_before_a_save() -> None:
+    """Catches a buffer that is overwritten too early, and a checkpoint of states in flight."""
     cases = {name: WAYS[name] for name in ("bfloat16", "float32", "narrow")}
     for name, of_ranks in run_each(4, _faults, cases).items():
         for faults, touched, buckets in of_ranks:
@@ -187,10 +189,10 @@ HOST = ("--optimizer.offload_states", "true")
 NARROW = ("--optimizer.moment_dtype", "bfloat16")
 
 
-def test_runs_save_the_same_and_go_on_from_each_other(
+def test_runs_with_states_on_host_or_device_resume_each_other(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Catches a copy for a background save that is not of its step, and moments lost on the way."""
+    """Catches a copy for a background save that is not of its step, and moments lost in between."""
     job = write_job(tmp_path)
     run_forked(job, *SAVES)
     run_forked(job, *SAVES, *HOST, "--job.name", "host")
@@ -218,10 +220,10 @@ def test_runs_save_the_same_and_go_on_from_each_other(
 # -- too little memory ---------------------------------------------------------------------------
 
 
-def test_too_little_host_memory_is_told_before_ranks_start(
+def test_too_little_host_memory_is_refused_before_ranks_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Catches a machine that swaps, or kills a rank, for states that nobody counted."""
+    """Catches states not counted, for which a machine swaps or a rank is killed."""
     config = load_config(write_job(tmp_path), [*SAVES, *HOST])
     numbers_of_model = trained_model(config).num_parameters
     states = 12 * numbers_of_model  # of two ranks, which share them
@@ -238,8 +240,8 @@ def test_too_little_host_memory_is_told_before_ranks_start(
     train_memory.check_host_memory(plain, config.topology(2), 2)
 
 
-def test_memory_that_is_refused_is_told_with_its_key(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches an error of an allocator that names no key of ours."""
+def test_a_failed_allocation_names_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches an allocator's error that names no key of the configuration."""
     words = (
         r"optimizer.offload_states=true needs 0.00 GiB of host memory for a rank: .*_states=false"
     )
@@ -252,8 +254,8 @@ def test_memory_that_is_refused_is_told_with_its_key(monkeypatch: pytest.MonkeyP
         StateMemory([(torch.float32, 2**60)], torch.device("cpu"), on_host=True)
 
 
-def test_moments_that_would_stand_still_are_refused() -> None:
-    """Catches a second moment whose decay bfloat16 rounds away, so that it only ever grows."""
+def test_bfloat16_moments_that_would_never_decay_are_refused() -> None:
+    """Catches a second moment whose decay bfloat16 rounds away, so that it only grows."""
     with pytest.raises(ValueError, match=r"optimizer\.beta2=0\.999 .*; use at most 0\.996, or"):
         OptimizerConfig(moment_dtype="bfloat16", beta2=0.999)
     OptimizerConfig(moment_dtype="bfloat16", beta2=0.996)
@@ -268,7 +270,7 @@ def test_moments_that_would_stand_still_are_refused() -> None:
 def test_a_gpu_gets_the_same_bits_from_page_locked_memory(
     moments: Literal["float32", "bfloat16"],
 ) -> None:
-    """Catches copies that CUDA's streams do not order, and memory that is not locked."""
+    """Catches copies that CUDA streams do not order, and memory that is not page-locked."""
     mesh, device, found = Mesh(topology(1), 0), torch.device("cuda", 0), []
     for on_host in (False, True):
         config = OptimizerConfig(offload_states=on_host, moment_dtype=moments)

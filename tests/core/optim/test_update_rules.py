@@ -1,4 +1,4 @@
-"""Every update rule against a plain one, and the states it declares."""
+"""Every update rule against a plain one, and the states that it declares."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class PlainLion(torch.optim.Optimizer):
 
 
 def plain_optimizer(groups: list[Any], config: OptimizerConfig) -> torch.optim.Optimizer:
-    """What `config` says, as one process would do it on whole parameters."""
+    """Return the optimizer that `config` describes, for whole parameters in one process."""
     values = {"lr": config.lr, "weight_decay": config.weight_decay}
     betas = (config.beta1, config.beta2)
     if config.name == "muon":
@@ -58,8 +58,8 @@ def _rows(rule_name: str, masters: list[Tensor]) -> Rows:
 
 @pytest.mark.parametrize("beta1", [0.0, 0.9])
 @pytest.mark.parametrize("name", RULES)
-def test_parity_with_a_plain_rule(name: str, beta1: float) -> None:
-    """Catches a wrong momentum, which a sign can hide for long, and rows that touch each other."""
+def test_every_rule_equals_a_plain_one(name: str, beta1: float) -> None:
+    """Catches a wrong momentum, which a sign can hide for long, and rows that affect each other."""
     config = OptimizerConfig(name=name, lr=0.1, beta1=beta1)  # type: ignore[arg-type]
     rule, plain = update_rule(config), [x.requires_grad_() for x in _random(0)]
     rows = _rows(name, _random(0))

@@ -40,7 +40,7 @@ STAGED = [spec._replace(stage=i % 2) for i, spec in enumerate(SPECS)]
 def _train(
     rank: int, ranks: Topology, specs: list[Spec], max_norm: float, config: OptimizerConfig
 ) -> tuple[list[StepResult], dict[str, Any]]:
-    """Results of every step, and this rank's shards at the end."""
+    """Return the results of every step, and this rank's shards at the end."""
     mesh = Mesh(ranks, rank)
     here = [s for s in specs if s.stage == mesh[Axis.PIPELINE].rank]
     items = [place(spec, mesh, torch.float64) for spec in here]
@@ -62,7 +62,9 @@ def _train(
 def reference(
     specs: list[Spec], ranks: Topology, max_norm: float = 0.0, config: OptimizerConfig = CONFIG
 ) -> tuple[list[float], dict[str, Tensor]]:
-    """Norms and weights of the plain update rule on whole parameters, as `go_backward` has them."""
+    """Return norms and weights of the plain rule on whole parameters, with `go_backward`'s
+    gradients.
+    """
     whole = {s.name: s.full(0).requires_grad_() for s in specs}
     values = {s.name: values_of(s.name, s.layout(1, 0), config) for s in specs}
     groups = [
@@ -111,9 +113,10 @@ def assert_parity(
 
 @pytest.mark.parametrize("config", [CONFIG, LION], ids=lambda config: config.name)
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_parity_with_a_plain_rule(name: str, config: OptimizerConfig):
-    """Catches a momentum of clipped rows alone, or one that the update leaves out of step; a weight
-    that no loss reaches and decays or moves, or one that a single replica reaches and stays."""
+def test_the_sharded_optimizer_equals_a_plain_rule(name: str, config: OptimizerConfig):
+    """Catches a momentum of clipped rows only, or one not updated in step; an unreached weight that
+    decays or moves; and a weight reached on one replica only that does not move.
+    """
     ranks = LAYOUTS[name]
     assert_parity(ranks, STAGED if ranks.pipeline > 1 else SPECS, 1.0, config)
 
@@ -122,7 +125,7 @@ TIED = [*STAGED, Spec("embedding", (6, 2), dim=0), Spec("embedding", (6, 2), dim
 
 
 def _norm_with_tied_weights(rank: int, ranks: Topology, counted_elsewhere: list[str]) -> float:
-    """The gradient norm where both stages hold the (same) embedding."""
+    """Return the gradient norm where both stages hold the same embedding."""
     mesh = Mesh(ranks, rank)
     here = [s for s in TIED if s.stage == mesh[Axis.PIPELINE].rank]
     items = [place(spec, mesh, torch.float64) for spec in here]
@@ -136,7 +139,7 @@ def _norm_with_tied_weights(rank: int, ranks: Topology, counted_elsewhere: list[
 
 
 def test_tied_weights_are_counted_once():
-    """Catches a norm in which the embedding of the last stage counts again."""
+    """Catches a norm that counts the embedding of the last stage again."""
     ranks = topology(4, weight=2, pipeline=2)
     norms, _ = reference(TIED[:-1], ranks)
     assert (
@@ -146,7 +149,7 @@ def test_tied_weights_are_counted_once():
 
 
 def _train_bfloat16(rank: int, num_steps: int) -> tuple[list[Any], list[Any], bool]:
-    """Weights and master rows after steps that are each too small for bfloat16."""
+    """Return weights and master rows after steps that are each too small for bfloat16."""
     mesh = Mesh(topology(2), rank)
     items = [place(spec, mesh, torch.bfloat16) for spec in SPECS]
     gradients = MainGradients(items, mesh)
@@ -165,8 +168,8 @@ def _train_bfloat16(rank: int, num_steps: int) -> tuple[list[Any], list[Any], bo
     return weights, [shards[s.name]["tensors"]["master"].numpy() for s in SPECS], consistent
 
 
-def test_float32_masters_under_bfloat16():
-    """Catches updates lost to bfloat16, and masters that their weights do not follow."""
+def test_bfloat16_weights_have_float32_masters():
+    """Catches updates lost in bfloat16, and masters that their weights do not follow."""
     num_steps = 20
     whole = [s.full(0).bfloat16().float() for s in SPECS]
     adamw = torch.optim.AdamW(
@@ -194,7 +197,7 @@ def test_float32_masters_under_bfloat16():
 
 
 def _publish_by_buckets(rank: int) -> tuple[list[str], list[list[bool]]]:
-    """What a step sends, and which parameters are new at first and after waiting for each."""
+    """Return the transfers of a step, and which parameters are updated after each wait."""
     mesh = Mesh(topology(2), rank)
     items = [place(spec, mesh, torch.float64) for spec in SPECS[:3]]
     gradients = MainGradients(items, mesh)
@@ -217,7 +220,7 @@ def _publish_by_buckets(rank: int) -> tuple[list[str], list[list[bool]]]:
     return labels, seen
 
 
-def test_weights_are_published_in_the_order_of_their_use():
+def test_updated_weights_are_sent_in_the_order_of_their_use():
     """Catches a wait for one block that waits for all, or for none."""
     for (norm, *labels), seen in run_ranks(2, _publish_by_buckets):
         names = [spec.name for spec in SPECS[:3]]
@@ -233,8 +236,8 @@ def solo(specs: list[Spec], **options: Any) -> tuple[list, MainGradients, Zero1O
     return items, gradients, Zero1Optimizer(gradients, mesh, CONFIG, **options)
 
 
-def test_every_number_of_a_large_gradient_counts():
-    """Catches a norm of the first piece alone."""
+def test_the_norm_covers_all_of_a_large_gradient():
+    """Catches a norm of the first chunk only."""
     items, gradients, optimizer = solo([Spec("large", (257, 257), dim=0)])
     factors = torch.linspace(-2, 3, 257 * 257, dtype=torch.float64).view(257, 257)
     (items[0].parameter * factors).sum().backward()
@@ -243,7 +246,7 @@ def test_every_number_of_a_large_gradient_counts():
 
 
 def test_one_process_keeps_no_copies_and_sends_nothing():
-    """Catches master copies where the parameter itself will do."""
+    """Catches master copies where the parameter itself suffices."""
     items, gradients, optimizer = solo(SPECS)
     for item in items:
         master = optimizer.state_dict()["parameters"][item.name]["tensors"]["master"]
@@ -254,7 +257,7 @@ def test_one_process_keeps_no_copies_and_sends_nothing():
 
 
 def test_misuse_is_refused():
-    """Catches a step on gradients that are partial sums, and a limit that means nothing."""
+    """Catches a step on gradients not reduced yet, and an impossible clipping limit."""
     with pytest.raises(AssertionError, match="have to be reduced"):
         solo(SPECS)[2].step(0.1)
     with pytest.raises(ValueError, match="max_norm=-1"):

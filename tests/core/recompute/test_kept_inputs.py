@@ -1,4 +1,4 @@
-"""The inputs that recomputed parts keep: which, where, and when they are copied back."""
+"""The saved inputs of recomputed parts: which, where, and when they are copied back."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ X_BYTES = ROWS * WIDTH * 8
 
 
 class Net:
-    """Parts in a row, with dropout from two streams, that note when they run."""
+    """Parts in a row, with dropout from two streams, that record when they run."""
 
     def __init__(self, parts: int, *, rows: int = ROWS, **options: Any) -> None:
         self.tracker = RngStatesTracker(CPU)
@@ -62,7 +62,7 @@ class Net:
         return x.sum()
 
     def step(self, fails_in: int) -> None:
-        """One whose backward fails in that part, if its forward has not."""
+        """Run a step whose backward fails in that part, if its forward has not."""
         y = self.forward()
         self.fails_in = fails_in
         y.backward()
@@ -71,7 +71,7 @@ class Net:
         torch.manual_seed(0)
         y = self.forward()
         for remaining in reversed(range(passes)):
-            torch.rand(3)  # the recompute must not care what was drawn meanwhile
+            torch.rand(3)  # numbers drawn in between must not change the recomputation
             y.backward(retain_graph=remaining > 0)
         assert self.weights.grad is not None
         return self.weights.grad
@@ -84,7 +84,7 @@ WAYS = {
 }
 
 
-def test_the_order_of_recomputes() -> None:
+def test_parts_are_recomputed_once_in_order() -> None:
     """Catches a part computed once too often: the last of a segment needs no second forward."""
     net = Net(5, segment=3)
     net.gradient()
@@ -97,8 +97,8 @@ def _copies(net: Net) -> list[str]:
     return [transfer.kind for transfer in net.log.take()]
 
 
-def test_an_input_comes_back_one_part_ahead() -> None:
-    """Catches inputs fetched at their use, all at once, or in the order in which they left."""
+def test_an_input_is_copied_back_one_part_ahead() -> None:
+    """Catches inputs copied at their use, all at once, or in the order of the forward."""
     net = Net(4, offload=True)
     y = net.forward()
     assert _copies(net) == ["to_host"] * 4
@@ -115,22 +115,22 @@ def test_an_input_comes_back_one_part_ahead() -> None:
 
     with mock.patch.object(Stored, "fetch", noted):
         y.backward()
-    # Part 3 finds its input here; 2 sets off before part 3 runs again, and so on.
+    # The input of part 3 is on the device; that of part 2 is copied before part 3 reruns, etc.
     assert numbers == [(2, "3"), (1, "3"), (0, "2")]
     assert _copies(net) == ["from_host"] * 3
 
 
-def test_passes_come_back_in_their_order() -> None:
-    """Catches the last pass brought back first: pipelines take them as they came."""
+def test_inputs_of_several_forwards_are_copied_back_in_order() -> None:
+    """Catches the last micro-batch copied back first; pipelines run backward in forward order."""
     net = Net(3, offload=True)
     torch.manual_seed(0)
     losses = [net.forward() for _ in range(3)]
     net.log.take()
     losses[0].backward()
-    # All of the first, none of which had stayed, and ahead the last one of the second.
+    # All of the first forward, as none stayed on the device, and ahead the last of the second.
     assert _copies(net) == ["from_host"] * 4
     losses[1].backward()
-    assert _copies(net) == ["from_host"] * 2  # the last one of the third is here
+    assert _copies(net) == ["from_host"] * 2  # the last one of the third forward is on the device
     losses[2].backward()
     assert _copies(net) == ["from_host"] * 2
     expected = Net(3)
@@ -145,7 +145,7 @@ def test_passes_come_back_in_their_order() -> None:
 
 
 def _inputs_at_the_peak(parts: int, way: dict[str, Any]) -> float:
-    """Tensors on the device at the peak of a second step, in inputs of parts."""
+    """Return the device memory for inputs at the peak of a second step, in inputs of one part."""
     net = Net(parts, rows=16 * ROWS, **way)
     net.gradient()
     known = [net.weights, net.weights.grad, net.x]
@@ -155,8 +155,8 @@ def _inputs_at_the_peak(parts: int, way: dict[str, Any]) -> float:
     return (live.peak - weights - net.host.reserved_bytes) / (16 * X_BYTES)
 
 
-def test_what_the_device_keeps() -> None:
-    """Catches inputs that something else keeps: an offload that grows with the number of parts."""
+def test_offloaded_inputs_do_not_stay_on_the_device() -> None:
+    """Catches other references to inputs, so that device memory grows with the number of parts."""
     few, many = 4, 9
     snapshots = (many - few) * 0.2  # where the random numbers of each part begin
     kept = {n: _inputs_at_the_peak(n, {}) for n in (few, many)}
@@ -170,8 +170,10 @@ def test_what_the_device_keeps() -> None:
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_an_exception_leaves_no_buffer_with_anybody(way: str) -> None:
-    """Catches a cycle, or a list, that holds what a broken step had kept; and a next step in it."""
+def test_an_exception_frees_all_buffers(way: str) -> None:
+    """Catches a cycle, or a list, that keeps tensors of a failed step or brings them into the
+    next.
+    """
     net = Net(6, **WAYS[way])
     streams = net.tracker.get_states()
     for fails_in, backward in ((4, False), (1, True)):
@@ -191,7 +193,7 @@ def test_an_exception_leaves_no_buffer_with_anybody(way: str) -> None:
 
 
 def test_too_little_host_memory_names_the_key() -> None:
-    """Catches the allocator's own words, which say nothing of what to change."""
+    """Catches the allocator's message, which does not say what to change."""
     net = Net(2, offload=True)
     with (
         mock.patch("torch.zeros", side_effect=RuntimeError("no room\nat all")),
@@ -201,8 +203,8 @@ def test_too_little_host_memory_names_the_key() -> None:
     assert net.host.leased_bytes == net.host.reserved_bytes == 0
 
 
-def test_parts_that_take_something_else_have_no_segments() -> None:
-    """Catches an input computed again as what it was not."""
+def test_parts_with_other_inputs_have_no_segments() -> None:
+    """Catches an input recomputed from the wrong part."""
     net = Net(3, segment=2)
     x = net.recompute(net.part(0), net.x)
     with pytest.raises(ValueError, match=r"model.checkpoint_segment .* model.checkpoint_segment=0"):

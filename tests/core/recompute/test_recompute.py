@@ -1,4 +1,4 @@
-"""Recomputed parts against plain ones, bit for bit with dropout inside, and what they keep."""
+"""Recomputed parts against plain ones, bit for bit with dropout, and what they save."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ Forward = Callable[[Tensor], Tensor]
 
 
 class Net:
-    """A part with dropout from three streams, and a consumer of what it gives."""
+    """A part with dropout from three streams, and a consumer of its output."""
 
     def __init__(self, rank: int = 0) -> None:
         self.tracker = model_parallel_manual_seed(3, tensor_rank=rank, device=CPU)
@@ -43,7 +43,7 @@ class Net:
         self.rank = rank
 
     def part(self, x: Tensor) -> Tensor:
-        """Saves several tensors, and draws from every stream."""
+        """Save several tensors, and draw from every stream."""
         x = F.dropout(F.gelu(x @ self.v), 0.3)
         with self.tracker.fork(RngStream.EQUAL):
             x = F.dropout(x.sin(), 0.3)
@@ -51,7 +51,7 @@ class Net:
             return F.dropout(x, 0.3)
 
     def run(self, forward: Forward, *, passes: int = 1) -> tuple[list[Tensor], int]:
-        """Output, gradients and where the streams are afterwards; and the bytes saved."""
+        """Return output, gradients and final stream states; and the bytes saved."""
         torch.manual_seed(self.rank)
         leaves = [t.clone().requires_grad_() for t in (self.x, self.w, self.v)]
         x, self.w, self.v = leaves
@@ -59,7 +59,7 @@ class Net:
         streams = [*self.tracker.get_states().values(), torch.get_rng_state()]
         found = [y]
         for remaining in reversed(range(passes)):
-            torch.rand(3)  # the recompute must not care what was drawn meanwhile
+            torch.rand(3)  # numbers drawn in between must not change the recomputation
             y.square().sum().backward(retain_graph=remaining > 0)
             found += [leaf.grad.clone() for leaf in leaves if leaf.grad is not None]
         torch.set_rng_state(streams[-1])
@@ -98,9 +98,9 @@ def without_output(net: Net, **options: Any) -> Forward:
 
 @pytest.mark.parametrize("passes", [1, 2])
 @pytest.mark.parametrize("how", [checkpointed, without_output])
-def test_a_recompute_is_the_forward_again(how: Callable[[Net], Forward], passes: int) -> None:
-    """Catches other random numbers in the recompute, streams it leaves elsewhere, and contexts
-    that only work for the first of two backward passes.
+def test_a_recompute_repeats_the_forward(how: Callable[[Net], Forward], passes: int) -> None:
+    """Catches other random numbers in the recomputation, streams left in another state, and
+    contexts that only work for the first of two backward passes.
     """
     net, other = Net(), Net()
     expected, _ = net.run(plain(net), passes=passes)
@@ -108,8 +108,8 @@ def test_a_recompute_is_the_forward_again(how: Callable[[Net], Forward], passes:
     assert same(found, expected)
 
 
-def test_a_part_called_inside_a_fork() -> None:
-    """Catches a recompute, which runs outside of that fork, that draws from another place."""
+def test_a_part_inside_a_fork_draws_the_same_numbers_again() -> None:
+    """Catches a recomputation, which runs outside of that fork, with other random numbers."""
 
     def in_fork(net: Net, forward: Forward) -> Forward:
         def run(x: Tensor) -> Tensor:
@@ -126,8 +126,8 @@ def test_a_part_called_inside_a_fork() -> None:
         assert same(found, expected)
 
 
-def test_what_is_kept() -> None:
-    """Catches memory that is claimed to be saved and is not."""
+def test_a_recomputed_part_saves_only_its_input() -> None:
+    """Catches memory that is claimed to be saved but is not."""
     saved = {}
     for name, how in {"all": plain, "checkpoint": checkpointed, "part": without_output}.items():
         net = Net()
@@ -147,7 +147,7 @@ def _distributed(rank: int) -> tuple[int, list[str]]:
     assert same(whole.run(checkpointed(whole))[0], expected)
     kinds = [t.kind for t in channel.log.take()]
 
-    # Nobody else keeps the whole input of the second part alive.
+    # No other reference keeps the whole input of the second part alive.
     x = net.x.clone().requires_grad_()
     middle = checkpointed(net, channel)(x)
     end = checkpointed(net, channel)(middle.tanh())
@@ -160,8 +160,8 @@ def _distributed(rank: int) -> tuple[int, list[str]]:
     return saved, kinds
 
 
-def test_each_rank_keeps_a_part_of_the_input() -> None:
-    """Catches an input that is kept whole, comes back changed, or is gathered more than once."""
+def test_each_rank_saves_a_part_of_the_input() -> None:
+    """Catches an input that is saved whole, restored wrongly, or gathered more than once."""
     for saved, kinds in run_ranks(4, _distributed):
         assert saved == X_BYTES // 4
         assert kinds == ["all_gather"]
@@ -175,12 +175,12 @@ def _odd(rank: int) -> str:
 
 
 def test_an_input_that_cannot_be_distributed_is_refused() -> None:
-    """Catches elements that get lost between two ranks."""
+    """Catches elements lost where the input does not divide over the ranks."""
     assert run_ranks(2, _odd) == ["105 is not divisible by 2"] * 2
 
 
 class Phases:
-    """Notes when it is entered and left."""
+    """Records when a recomputation is entered and left."""
 
     def __init__(self) -> None:
         self.events: list[str] = []
@@ -202,8 +202,10 @@ class Phases:
 
 
 @pytest.mark.parametrize("whole", [True, False])
-def test_a_recompute_is_announced(whole: bool) -> None:
-    """Catches a communicator that takes a recompute for a forward, and parts computed too often."""
+def test_a_recompute_is_announced_to_the_communicator(whole: bool) -> None:
+    """Catches a communicator that takes a recomputation for a forward, and parts computed too
+    often.
+    """
     net, phases = Net(), Phases()
     part = phases.noted(net)
 
@@ -235,7 +237,7 @@ class SavesViews(torch.autograd.Function):
 
 
 def test_views_of_the_output_are_restored_with_it() -> None:
-    """Catches a restored output whose views still show the memory that was given back."""
+    """Catches a restored output whose views still refer to the freed memory."""
     found = []
     for drop in (False, True):
         net = Net()
@@ -253,8 +255,8 @@ def test_views_of_the_output_are_restored_with_it() -> None:
     assert found[1][1] == X_BYTES + W_BYTES
 
 
-def test_several_outputs_in_one_memory() -> None:
-    """Catches outputs that are views of each other and are restored one over the other."""
+def test_outputs_that_share_memory_are_restored() -> None:
+    """Catches outputs that are views of one tensor and are restored over each other."""
     found = []
     for drop in (False, True):
         net = Net()
@@ -276,7 +278,7 @@ def test_several_outputs_in_one_memory() -> None:
 
 
 def test_misuse_is_refused() -> None:
-    """Catches an argument's memory given back, and an output that nothing would restore."""
+    """Catches an argument whose memory is freed, and an output that nothing would restore."""
     net = Net()
     x = net.x.clone().requires_grad_()
     fresh = CheckpointWithoutOutput(tracker=net.tracker)
@@ -297,8 +299,8 @@ def test_misuse_is_refused() -> None:
 
 
 @pytest.mark.parametrize("backward", [True, False])
-def test_nothing_is_left_behind(backward: bool) -> None:
-    """Catches a circle of references through the graph, which no collector can see."""
+def test_a_step_leaves_no_reference_cycle(backward: bool) -> None:
+    """Catches a reference cycle through the autograd graph, which no collector can see."""
     net = Net()
     x = net.x.clone().requires_grad_()
     z = without_output(net)(x)
@@ -309,8 +311,8 @@ def test_nothing_is_left_behind(backward: bool) -> None:
     assert gone() is None
 
 
-def test_a_part_that_fails_leaves_the_streams_in_place() -> None:
-    """Catches a tracker that stays where a failed recompute left it."""
+def test_a_failed_recompute_restores_the_streams() -> None:
+    """Catches a tracker left in the state of a failed recomputation."""
     net = Net()
 
     def fails_later(x: Tensor) -> Tensor:
@@ -329,8 +331,8 @@ def test_a_part_that_fails_leaves_the_streams_in_place() -> None:
     assert all(torch.equal(s, after.streams[name]) for name, s in before.streams.items())
 
 
-def test_a_part_inside_a_recomputed_whole() -> None:
-    """Catches an output dropped in a recompute: backward would read memory that is not there."""
+def test_a_recomputed_part_may_be_nested() -> None:
+    """Catches an output dropped in a recomputation, which backward would then read."""
     net, other = Net(), Net()
     expected, _ = net.run(lambda x: plain(net)(x).sin(), passes=2)
 

@@ -1,8 +1,8 @@
-"""A weight group in one process, whose other ranks hold what this one holds, and its events.
+"""A weight group in one process whose other ranks hold the same data as this one, with its events.
 
-Collectives are exact: a gather joins equal pieces, a reduction adds equal gradients. So a step runs
-through the whole runtime in milliseconds, and its order of events can be written down. What the
-numbers are worth is tested on real ranks.
+Collectives are exact: a gather concatenates equal shards, and a reduction adds equal gradients. So
+a step runs through the whole runtime in milliseconds, and tests can spell out its order of events.
+Tests on several ranks check the numbers.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ D = 4
 
 
 class EchoChannel(Channel):
-    """One of two ranks that do the same; what is launched and waited for is noted.
+    """One of two ranks with equal data; records launches and waits.
 
-    Nothing has arrived before it is waited for: until then a buffer holds NaN.
+    Data arrive only when they are waited for: until then a buffer holds NaN.
     """
 
     def __init__(self, rank: int = 0) -> None:
@@ -44,12 +44,12 @@ class EchoChannel(Channel):
         self.size, self.rank = 2, rank
         self.events: list[str] = []
         self.labels: dict[int, str] = {}
-        """What was last gathered into the buffer at an address."""
+        """The weight last gathered into the buffer at an address."""
         self.fail_at: str = ""
         """The event that raises instead of happening."""
 
     def note(self, event: str) -> None:
-        """Write an event down."""
+        """Append an event."""
         self.events.append(event)
         if event == self.fail_at:
             raise ConnectionError(f"{event}: connection lost")
@@ -82,19 +82,19 @@ class EchoChannel(Channel):
         return Pending(arrive, keep=(x,))
 
     def taken(self) -> list[str]:
-        """The events since the last call."""
+        """Return the events since the last call."""
         events, self.events = self.events, []
         return events
 
 
 def leased_bytes(communicator: ISPCommunicator) -> int:
-    """What is leased from the communicator's pools."""
+    """Return the bytes leased from the communicator's pools."""
     pools = (communicator.pool, communicator.reduce_pool)
     return sum(pool.leased_bytes for pool in pools)
 
 
 def spy_on_releases(communicator: ISPCommunicator, channel: EchoChannel) -> None:
-    """Note as well when the buffer of a gathered weight goes back to the pool."""
+    """Also record when the buffer of a gathered weight returns to the pool."""
     take_back = communicator.pool._take_back
 
     def noted(tensor: Tensor, kind: Any) -> None:
@@ -112,18 +112,18 @@ def echo_layers(
     dtype: torch.dtype = torch.float64,
     device: torch.device = CPU,
 ) -> ToolkitLayers:
-    """Layers in isp mode on this rank, whose sequences are not split."""
+    """Return layers in isp mode on this rank, whose sequences are not split."""
     return ToolkitLayers(weight=channel, communicator=communicator, device=device, dtype=dtype)
 
 
 def plain_linear(x: Tensor, layer: ParallelLinear) -> Tensor:
-    """A layer in plain torch, its full weight the shard twice, as an echo gathers it."""
+    """Apply a layer in plain torch; its full weight is the shard twice, as an echo gathers it."""
     bias = None if layer.bias is None else layer.bias.repeat(2)
     return F.linear(x, layer.weight.repeat(2, 1), bias)
 
 
 class Core(nn.Module):
-    """What lies between the two linears of a block: a launch point without a weight."""
+    """A launch point without a weight between the two linears of a block."""
 
     def __init__(self, communicator: WPCommunicator) -> None:
         super().__init__()
@@ -135,7 +135,7 @@ class Core(nn.Module):
 
 
 class NetBlock(nn.Module):
-    """x + wo(core(wqkv(x))), and a third linear if asked for."""
+    """x + wo(core(wqkv(x))), and optionally a third linear."""
 
     def __init__(self, layers: ToolkitLayers, *, bias: bool, mlp: bool) -> None:
         super().__init__()
@@ -149,7 +149,7 @@ class NetBlock(nn.Module):
         return x if self.w1 is None else x + torch.sin(self.w1(x))
 
     def plainly(self, x: Tensor) -> Tensor:
-        """The same in plain torch; see `Net.plainly`."""
+        """Return the same in plain torch; see `Net.plainly`."""
         x = x + plain_linear(torch.tanh(plain_linear(x, self.wqkv)), self.wo)
         return x if self.w1 is None else x + torch.sin(plain_linear(x, self.w1))
 
@@ -203,7 +203,9 @@ class Net(nn.Module):
         return y
 
     def plainly(self, ids: Tensor) -> Tensor:
-        """The same in plain torch, with each full tensor the shard twice, as an echo gathers it."""
+        """Return the same in plain torch; each full tensor is the shard twice, as an echo gathers
+        it.
+        """
         x = F.embedding(ids, self.embedding.weight.repeat(2, 1))
         for block in self.blocks:
             if block is not self.leave_out:
@@ -237,7 +239,7 @@ def echo_net(
     unit: OverlapUnit = OverlapUnit.LAYER,
     max_reduce_bytes: int = 1 << 28,
 ) -> tuple[Net, ISPCommunicator, EchoChannel]:
-    """A declared net, its communicator with poisoned buffers, and the channel that takes notes."""
+    """Return a declared net, its communicator with poisoned buffers, and the recording channel."""
     channel = EchoChannel()
     communicator = ISPCommunicator(
         channel,

@@ -1,4 +1,4 @@
-"""Small models, each with one arrangement of parameters that people have.
+"""Small models, each with one arrangement of parameters that users have.
 
 B batch, S sequence, D model size, V vocabulary.
 """
@@ -21,7 +21,7 @@ Full = dict[str, Tensor]
 
 
 class PlainLayers:
-    """Makes torch's own layers, as `ToolkitLayers` makes those whose weights are sharded."""
+    """Builds torch's own layers by the methods of `ToolkitLayers`, which builds sharded ones."""
 
     def column(self, size: int, sizes: tuple[int, ...], **options: Any) -> nn.Linear:
         return self.row(size, sum(sizes), **options)
@@ -41,16 +41,15 @@ class PlainLayers:
 
 
 class Case(nn.Module):
-    """A small model of sharded layers, or of plain ones.
+    """A small model of sharded or plain layers.
 
-    `uses` is what a forward passes, each a block of its own: its layers, unless a case says
-    otherwise.
+    `uses`: the uses of a forward, each a block of its own; by default the layers.
     """
 
     tokens = False
     """Whether the input is [B, S] ids instead of [B, S, D] activations."""
     input_grad = True
-    """Whether the gradient of the input is asked for."""
+    """Whether the input needs a gradient."""
 
     def uses(self) -> Sequence[WeightHolder]:
         return list(self.children())  # type: ignore[arg-type]
@@ -60,7 +59,7 @@ class Case(nn.Module):
 
 
 def plainly(case: type[Case], x: Tensor, full: Full) -> Tensor:
-    """What torch's own layers make of x with these weights."""
+    """Return the output for x of torch's own layers with these weights."""
     y: Tensor = torch.func.functional_call(case(PlainLayers()), full, (x,))  # type: ignore[call-arg]
     return y
 
@@ -70,7 +69,7 @@ def linear(x: Tensor, p: Full, name: str) -> Tensor:
 
 
 class Bias(Case):
-    """Catches a bias not gathered, gathered in pieces, or whose gradient is not reduced."""
+    """Catches a bias not gathered, gathered in parts, or with a gradient that is not reduced."""
 
     def __init__(self, layers: ToolkitLayers) -> None:
         super().__init__()
@@ -82,7 +81,9 @@ class Bias(Case):
 
 
 class CalledTwice(Case):
-    """Catches a module's second call that finds its weight freed, or gets the first's gradient."""
+    """Catches a second call of a module that finds its weight freed, or gets the first call's
+    gradient.
+    """
 
     times_declared = 2
 
@@ -102,13 +103,13 @@ class CalledTwice(Case):
 
 
 class CalledTwiceDeclaredOnce(CalledTwice):
-    """Catches a call that nobody announced using up what belongs to an announced one."""
+    """Catches an undeclared call that consumes the weight or gradient of a declared one."""
 
     times_declared = 1
 
 
 class FirstCalledTwice(Case):
-    """Catches a second call of the first layer taken for the beginning of a new step."""
+    """Catches a second call of the first layer taken for the start of a new step."""
 
     def __init__(self, layers: ToolkitLayers) -> None:
         super().__init__()
@@ -120,7 +121,7 @@ class FirstCalledTwice(Case):
 
 
 class Tied(Case):
-    """Catches a shared table gathered for one of its users only, or a gradient lost or doubled."""
+    """Catches a tied table gathered for one of its users only, and a gradient lost or doubled."""
 
     tokens = True
     input_grad = False
@@ -136,7 +137,7 @@ class Tied(Case):
 
 
 class SharedWeight(Case):
-    """Catches the bias of the first layer that reads a weight in the place of the others'."""
+    """Catches the bias of the first layer that reads a shared weight used for the other layers."""
 
     def __init__(self, layers: ToolkitLayers) -> None:
         super().__init__()
@@ -148,7 +149,7 @@ class SharedWeight(Case):
 
 
 class Untied(Case):
-    """Catches an embedding or a head split wrongly; see `SPLIT_HIDDEN` for the other split."""
+    """Catches an embedding or a head split wrongly; `SPLIT_HIDDEN` has the other split."""
 
     tokens = True
     input_grad = False
@@ -163,7 +164,7 @@ class Untied(Case):
 
 
 class Frozen(Case):
-    """Catches a gradient computed, promised or stored for a weight that has none."""
+    """Catches a gradient computed, promised or stored for a frozen weight."""
 
     def __init__(self, layers: ToolkitLayers) -> None:
         super().__init__()
@@ -181,7 +182,7 @@ class Frozen(Case):
 
 
 class Adapters(Case):
-    """Catches adapters on frozen weights that wait for a backward of the weights, or get none.
+    """Catches adapters on frozen weights that wait for a gradient of the weights, or get none.
 
     The input needs no gradient, so the first base layer and `a1` have no input gradient.
     """
@@ -206,7 +207,7 @@ class Adapters(Case):
 
 
 class UnevenRows(Case):
-    """Catches padding that is read, sent to a gradient, or missing: 7, 3 and 1 rows."""
+    """Catches padding that is read, enters a gradient, or is missing: 7, 3 and 1 rows."""
 
     def __init__(self, layers: ToolkitLayers) -> None:
         super().__init__()
@@ -221,7 +222,7 @@ class UnevenRows(Case):
 
 
 class Undeclared(Case):
-    """Catches a layer that nobody declared left without weight or gradient, or confusing others."""
+    """Catches an undeclared layer without weight or gradient, or one that disturbs other layers."""
 
     def __init__(self, layers: ToolkitLayers) -> None:
         super().__init__()

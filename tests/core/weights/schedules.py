@@ -1,4 +1,4 @@
-"""Models and orders of work for the tests of the plan, and a plan as lines of text."""
+"""Models and orders of work for tests of the prefetch plan, and a plan as lines of text."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ TIED_HEAD = Block("head", (Use("head", "embedding"),))
 def block(
     name: str, uses: Iterable[str] = VISITS, *, recomputed: bool = False, input_kept: bool = True
 ) -> Block:
-    """A block whose uses read a weight of their own, except `attn`; names mark launch points."""
+    """Return a block whose uses each read a weight, except `attn`; names give the launch points."""
     points = {str(point): point for point in LaunchPoint}
     return Block(
         name,
@@ -37,7 +37,7 @@ def block(
 
 
 def decoder(num_layers: int, fraction: float = 0.0, segment: int = 0) -> Chunks:
-    """One chunk: embedding, layers of which a fraction is recomputed, in segments, head."""
+    """Return one chunk: embedding, layers (a fraction is recomputed, in segments), head."""
     recomputed = recomputed_blocks(num_layers, fraction)
     kept = inputs_kept(recomputed, segment)
     layers = (
@@ -48,7 +48,7 @@ def decoder(num_layers: int, fraction: float = 0.0, segment: int = 0) -> Chunks:
 
 
 def actions(text: str) -> tuple[Action, ...]:
-    """The order of work written as `F0 F1.1 B0`: kind, micro-batch, chunk if it is not 0."""
+    """Parse an order of work such as `F0 F1.1 B0`: kind, micro-batch, and chunk if it is not 0."""
     return tuple(
         Action(ActionKind(word[0]), *(int(number) for number in word[1:].split(".")))
         for word in text.split()
@@ -56,7 +56,9 @@ def actions(text: str) -> tuple[Action, ...]:
 
 
 def interleaved(stage: int, stages: int, chunks: int, rounds: int) -> tuple[Action, ...]:
-    """Interleaved 1F1B of `rounds` times `stages` micro-batches (Narayanan et al. 2021, 2.2)."""
+    """Return interleaved 1F1B of `rounds` times `stages` micro-batches (Narayanan et al. 2021,
+    2.2).
+    """
     total = stages * chunks * rounds
     order = [
         (r * stages + m, chunk)
@@ -72,7 +74,9 @@ def interleaved(stage: int, stages: int, chunks: int, rounds: int) -> tuple[Acti
 
 
 def events(plan: PrefetchPlan, chunks: Chunks) -> list[str]:
-    """One line for each step, `F0 a.wo: wait a.wo; gather b.wqkv b.wo | free a.wo`."""
+    """Return one line for each step, such as `F0 a.wo: wait a.wo; gather b.wqkv b.wo | free
+    a.wo`.
+    """
     letters = {Phase.FORWARD: "F", Phase.RECOMPUTE: "R", Phase.BACKWARD: "B"}
     lines = [f"start: {_acts(plan.start)}".rstrip()]
     for step in plan.entries:

@@ -1,7 +1,7 @@
-"""What the communicator does in a step and in which order, written out event by event.
+"""The communicator's events in a step and their order, written out one by one.
 
-`gather` and `reduce` are launches, `wait` and `sum` the moments at which their results are asked
-for, `free` a buffer going back to the pool. Line breaks are for the reader.
+`gather` and `reduce` are launches, `wait` and `sum` the moments at which results are requested,
+`free` a buffer that returns to the pool. Line breaks only help the reader.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def listed(text: str) -> list[str]:
 
 
 def step(net: Net, communicator: ISPCommunicator, micro_batches: int = 1) -> list[Tensor]:
-    """A step without an update; the outputs."""
+    """Take a step without an update; return the outputs."""
     communicator.begin(sequential_actions(micro_batches))
     outputs = []
     for m in range(micro_batches):
@@ -153,8 +153,12 @@ NO_OVERLAP = """
     ],
     ids=["layer", "layer, recomputed", "module", "no overlap"],
 )
-def test_events(unit: OverlapUnit, recomputed: int, overlap: bool, expected: str) -> None:
-    """Catches acts out of the plan's order: gathered late, freed early, hidden with overlap off."""
+def test_a_step_has_the_events_of_its_plan(
+    unit: OverlapUnit, recomputed: int, overlap: bool, expected: str
+) -> None:
+    """Catches events in another order: gathers too late, frees too early, overlap although it is
+    off.
+    """
     net, communicator, channel = echo_net(unit=unit, num_recomputed=recomputed, overlap=overlap)
     for keyword, expected_overlap in ((None, overlap), (True, True), (False, False)):
         config = ISPCommModelConfig(device=CPU)
@@ -174,8 +178,8 @@ def test_events(unit: OverlapUnit, recomputed: int, overlap: bool, expected: str
         ("w1", "wait a.wqkv, free a.wqkv, wait a.wo, free a.wo, wait a.w1, NEXT, free a.w1"),
     ],
 )
-def test_launch_points(launch: str, expected: str) -> None:
-    """Catches a launch point that is ignored, or a bare one (attn) that nobody notices passing."""
+def test_gathers_start_at_the_launch_point(launch: str, expected: str) -> None:
+    """Catches an ignored launch point, and one without a weight (attn) that goes unnoticed."""
     net, communicator, channel = echo_net(launch=LaunchPoint(launch), mlp=True, num_blocks=2)
     step(net, communicator)
     events = channel.taken()
@@ -184,8 +188,8 @@ def test_launch_points(launch: str, expected: str) -> None:
     assert events[first : last + 1] == listed(expected.replace("NEXT", following))
 
 
-def test_seam_of_two_micro_batches() -> None:
-    """Catches block a, and its bias, gathered again though it stays from backward to forward."""
+def test_a_block_at_the_end_of_backward_stays_for_the_next_forward() -> None:
+    """Catches block a, and its bias, gathered again between two micro-batches."""
     net, communicator, channel = echo_net(bias=True, num_blocks=2)
     step(net, communicator, micro_batches=2)
     events = channel.taken()
@@ -209,8 +213,8 @@ def test_seam_of_two_micro_batches() -> None:
 
 
 @pytest.mark.parametrize("unit", list(OverlapUnit))
-def test_without_overlap_nothing_is_gathered_more_often(unit: OverlapUnit) -> None:
-    """Catches a weight gathered in backward without the bias that the next forward reads."""
+def test_overlap_off_gathers_nothing_more_often(unit: OverlapUnit) -> None:
+    """Catches a weight that backward gathers without the bias that the next forward reads."""
     counts = []
     for overlap in (True, False):
         net, communicator, channel = echo_net(bias=True, num_blocks=2, unit=unit, overlap=overlap)
@@ -220,7 +224,7 @@ def test_without_overlap_nothing_is_gathered_more_often(unit: OverlapUnit) -> No
 
 
 def test_bounded_reductions_are_summed_oldest_first() -> None:
-    """Catches a bound on the bytes in flight that is not kept, or by waiting for the newest."""
+    """Catches an exceeded bound on the bytes in flight, and a wait for the newest reduction."""
     net, communicator, channel = echo_net(max_reduce_bytes=2 * SQUARE)
     step(net, communicator)
     events = [e for e in channel.taken() if e.startswith(("reduce", "sum"))]
@@ -234,8 +238,8 @@ def test_bounded_reductions_are_summed_oldest_first() -> None:
 
 
 @pytest.mark.parametrize("micro_batches", [1, 3])
-def test_the_first_sums_are_received_in_main_gradients(micro_batches: int) -> None:
-    """Catches a buffer and a copy for each, and sums that overwrite those on their way."""
+def test_first_sums_are_received_directly_in_main_gradients(micro_batches: int) -> None:
+    """Catches a buffer and a copy for each gradient, and sums that overwrite those in flight."""
     net, communicator, _ = echo_net()
     step(net, communicator, micro_batches)
     apart, communicator, _ = echo_net()
@@ -250,7 +254,9 @@ def test_the_first_sums_are_received_in_main_gradients(micro_batches: int) -> No
 
 
 def test_switches_change_no_bit() -> None:
-    """Catches overlap, pool, unit, launch point or recompute changing an output or a gradient."""
+    """Catches overlap, pool, unit, launch point or recomputation that changes an output or
+    gradient.
+    """
     wanted: list[Tensor] = []
     options = [{"overlap": o, "pool": p} for o in (True, False) for p in (True, False)]
     options += [
@@ -268,7 +274,7 @@ def test_switches_change_no_bit() -> None:
 
 
 def test_buffers_are_reused_after_the_first_step() -> None:
-    """Catches a pool that grows from step to step, or a switch that does not turn reuse off."""
+    """Catches a pool that grows from step to step, and reuse that stays on when switched off."""
     for pool in (True, False):
         net, communicator, _ = echo_net(pool=pool)
         step(net, communicator)
@@ -280,8 +286,10 @@ def test_buffers_are_reused_after_the_first_step() -> None:
         assert communicator.pool.reserved_bytes == (reserved_bytes if pool else 0)
 
 
-def test_cursor_looks_no_further_than_the_next_block() -> None:
-    """Catches a use out of turn taken for one far ahead: all that lies between would be lost."""
+def test_the_cursor_searches_only_the_next_block() -> None:
+    """Catches a use out of order matched with one far ahead, which would skip all entries
+    between.
+    """
     chunks = decoder(2)
     order = sequential_actions(2)
     planned = plan(chunks, order, Prefetch())
@@ -292,18 +300,18 @@ def test_cursor_looks_no_further_than_the_next_block() -> None:
     for place in forward:
         assert cursor.arrive(place, Phase.FORWARD) is not None
     position = cursor.position
-    assert cursor.arrive(forward[0], Phase.FORWARD) is None  # that is F1, behind the whole of B0
+    assert cursor.arrive(forward[0], Phase.FORWARD) is None  # this use is of F1, after all of B0
     assert cursor.arrive((0, 2, 0), Phase.BACKWARD) is None  # not B0's first
     assert cursor.position == position
     assert cursor.arrive((0, 3, 0), Phase.BACKWARD) is not None
     skipped = cursor.position
-    found = cursor.arrive((0, 1, 0), Phase.BACKWARD)  # but within B0 it looks
+    found = cursor.arrive((0, 1, 0), Phase.BACKWARD)  # inside B0 the cursor searches
     assert found is not None
     assert [step.site.block for step in planned.entries[skipped:found]] == [2, 2, 2, 2, 1, 1, 1]
 
 
-def test_launch_points_are_declared() -> None:
-    """Catches a launch point that is passed under another key than it was declared with."""
+def test_launch_points_must_be_declared() -> None:
+    """Catches a launch point announced under another key than it was declared with."""
     net, communicator, _ = echo_net()
     assert communicator.pass_by(net.a.core) is None  # type: ignore[func-returns-value]
     with pytest.raises(KeyError, match="no launch point is declared as 'attn': pass DeclaredUse"):
@@ -312,10 +320,10 @@ def test_launch_points_are_declared() -> None:
 
 
 @pytest.mark.parametrize("wrong", [4, None, [4], "F0"])
-def test_a_step_is_a_sequence_of_actions(wrong: object) -> None:
-    """Catches the number of micro-batches taken for the actions, and an error that names neither.
+def test_begin_takes_a_sequence_of_actions(wrong: object) -> None:
+    """Catches a number of micro-batches accepted as actions, and an error that names neither.
 
-    A refused call leaves the communicator as it was.
+    A refused call leaves the communicator unchanged.
     """
     net, communicator, channel = echo_net()
     with pytest.raises(TypeError, match=r"actions must be .*: pass isp.sequential_actions\(n\)"):
@@ -324,8 +332,8 @@ def test_a_step_is_a_sequence_of_actions(wrong: object) -> None:
     step(net, communicator)
 
 
-def test_model_chunk_must_exist() -> None:
-    """Catches a chunk number taken as it comes."""
+def test_an_unknown_model_chunk_is_refused() -> None:
+    """Catches a chunk number that is not checked."""
     _, communicator, _ = echo_net()
     communicator.switch_current_model_chunk(0)
     for chunk in (-1, 1):
@@ -333,9 +341,10 @@ def test_model_chunk_must_exist() -> None:
             communicator.switch_current_model_chunk(chunk)
 
 
-def test_parameters_are_those_that_were_declared() -> None:
-    """Catches weights converted or moved later that are not followed, and new ones that are left
-    out without a word."""
+def test_converted_weights_are_followed_and_new_ones_refused() -> None:
+    """Catches declared weights that are stale after a conversion or move, and new weights that are
+    silently left out.
+    """
     net, communicator, _ = echo_net(bias=True)
     net.float()
     step(net, communicator)
@@ -349,7 +358,7 @@ def test_parameters_are_those_that_were_declared() -> None:
 
 
 def test_two_weights_of_one_name_are_refused() -> None:
-    """Catches layers without names sharing one gathered weight, the first one's, unnoticed."""
+    """Catches layers without names that silently share the gathered weight of the first one."""
     donor, _, channel = echo_net()
     donor.b.wo.name = donor.a.wo.name  # type: ignore[union-attr]
     communicator = ISPCommunicator(channel, ISPCommModelConfig(device=CPU))
@@ -357,8 +366,8 @@ def test_two_weights_of_one_name_are_refused() -> None:
         communicator.declare([donor.declared()])
 
 
-def test_autograd_sees_no_zeros() -> None:
-    """Catches zeros handed to autograd in place of a gradient that is still on its way."""
+def test_autograd_gets_none_for_gradients_in_flight() -> None:
+    """Catches zeros returned to autograd in place of a gradient that is still in flight."""
     net, communicator, _ = echo_net(bias=True, num_recomputed=1)
     weights = dict(net.named_parameters())
     seen: list[Tensor | None] = []
@@ -366,7 +375,7 @@ def test_autograd_sees_no_zeros() -> None:
         parameter.register_hook(seen.append)
     communicator.begin(sequential_actions(1))
     net(IDS).square().sum().backward()
-    assert seen == [None] * len(weights)  # each was passed, and had nothing
+    assert seen == [None] * len(weights)  # each hook ran, with no gradient
     assert [name for name, p in weights.items() if p.grad is not None] == []
     communicator.finish()
     for name, p in weights.items():
@@ -374,8 +383,8 @@ def test_autograd_sees_no_zeros() -> None:
         assert p.grad.count_nonzero() > 0, name
 
 
-def test_embedding_is_gathered_ahead_and_not_in_backward() -> None:
-    """Catches a table gathered at the moment of use, or again in backward, which reads no table."""
+def test_an_embedding_is_prefetched_and_not_gathered_in_backward() -> None:
+    """Catches a table gathered only at its use, or again in backward, which does not read it."""
     net, communicator, channel = echo_net(num_blocks=2)
     communicator.begin(sequential_actions(2))
     assert channel.taken()[0] == "gather embedding"  # before there is any data
@@ -386,7 +395,8 @@ def test_embedding_is_gathered_ahead_and_not_in_backward() -> None:
     assert "gather embedding" not in forward
     loss.backward()
     backward = channel.taken()
-    ahead = backward.index("gather embedding")  # for the second micro-batch, behind block a's work
+    # for the second micro-batch, after the work of block a
+    ahead = backward.index("gather embedding")
     assert backward.index("reduce b.wqkv") < ahead < backward.index("reduce a.wo")
     assert "wait embedding" not in backward
     net(ids).sum().backward()

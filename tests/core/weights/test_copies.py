@@ -1,7 +1,7 @@
-"""Evenly split weights and their gradients are never copied: the counts say so.
+"""Evenly split weights and their gradients are never copied, as counts of writes show.
 
 I in features, O out features; the shard is half of W [O, I]. Activations are smaller than a shard,
-so every write of a shard's size or more has to do with the weight.
+so every write of a shard's size or more is a write of a weight or its gradient.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ class Write(NamedTuple):
     name: str
     numel: int
     to: int
-    """Address of what it wrote."""
+    """Address of the output."""
     read: tuple[int, ...]
     """Addresses of its large inputs."""
 
 
 class WriteCounter(TorchDispatchMode):
-    """Notes the operations that write large tensors; views write nothing."""
+    """Records operations that write large tensors; views write nothing."""
 
     def __init__(self) -> None:
         super().__init__()
         self.writes: list[Write] = []
         self.products: list[Write] = []
-        """Matrix products that read a large tensor, whatever they write."""
+        """Matrix products that read a large tensor, of any output size."""
 
     def __torch_dispatch__(
         self,
@@ -76,7 +76,7 @@ class WriteCounter(TorchDispatchMode):
 def one_linear(
     rank: int, overlap: bool, out_features: int
 ) -> tuple[Callable[[], WriteCounter], Tensor]:
-    """What runs a step through one linear and counts, and the shard."""
+    """Return a function that runs and counts a step of one linear, and the linear's shard."""
     weight = weight_mesh(rank, 2)[Axis.WEIGHT]
     communicator = ISPCommunicator(
         weight, ISPCommModelConfig(device=CPU), prefetch=Prefetch(overlap=overlap)
@@ -120,7 +120,10 @@ def count_even(rank: int, overlap: bool) -> None:
 
 
 def count_uneven(rank: int, overlap: bool) -> None:
-    """31 rows on two ranks: only then pieces are padded, on the last rank, and gradients on all."""
+    """Count the writes for 31 rows on two ranks.
+
+    Only uneven shards need padding: of the last rank's shard, and of gradients on all ranks.
+    """
     step, _ = one_linear(rank, overlap, O - 1)
     names = step().names()
     assert ("new_zeros", FULL) in names
@@ -134,9 +137,9 @@ def run_both(rank: int) -> None:
         count_uneven(rank, overlap)
 
 
-def test_no_copy_in_or_out() -> None:
-    """Catches a weight copied before it is sent or after it has arrived, and a copied gradient.
+def test_even_weights_and_gradients_are_not_copied() -> None:
+    """Catches a weight copied before it is sent or after it arrives, and a copied gradient.
 
-    That 31 rows do need copies shows that the counter sees them.
+    The copies that 31 rows need show that the counter works.
     """
     run_ranks(2, run_both)

@@ -1,4 +1,4 @@
-"""The logits of a head in each of their forms, against whole ones.
+"""The logits of a head in each of their layouts, against whole ones.
 
 B batch, S sequence, V vocabulary; /p = split over the ranks of a sequence. The weights of heads and
 embeddings are among the cases of `tests.core.weights.test_parameters`.
@@ -29,7 +29,7 @@ def _forms(rank: int) -> None:
     def part(x: Tensor, dim: int) -> Tensor:
         return x.chunk(4, dim)[rank]
 
-    # V/p of all tokens, all of all tokens, or all of its own tokens
+    # V/p for all tokens, V for all tokens, or V for a rank's own tokens
     for retain, expected, grad in (
         (True, part(logits, 2), part(dy, 2)),
         (False, logits, dy),
@@ -48,6 +48,6 @@ def _forms(rank: int) -> None:
     assert not head.is_recomputing
 
 
-def test_logits_change_hands() -> None:
-    """Catches logits or their gradient cut along the wrong dim, or counted once for each rank."""
+def test_logits_convert_between_their_layouts() -> None:
+    """Catches logits or their gradient split along the wrong dim, or counted once for each rank."""
     run_ranks(4, _forms)

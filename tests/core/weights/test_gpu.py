@@ -1,7 +1,7 @@
 """Streams, buffers and dtypes of the communicator on a GPU.
 
-One GPU has no link, so most tests bring their own: a channel that copies on a stream of its own,
-as NCCL does, behind kernels that sleep.
+One GPU has no link to another, so most tests use a channel that copies on a stream of its own, as
+NCCL does, after kernels that sleep.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ ONE = sequential_actions(1)
 
 
 class WireChannel(Channel):
-    """Rank 1 of two that do the same; transfers run on a stream of their own.
+    """Rank 1 of two with equal data; transfers run on a stream of their own.
 
-    As with NCCL a transfer waits for the stream that launched it, and whoever waits for it makes
-    the current stream wait. Rank 1, because the last rank's pieces are the padded ones.
+    As with NCCL, a transfer waits for the stream that launched it, and a wait makes the current
+    stream wait. Rank 1, because the last rank has the padded shards.
     """
 
     def __init__(self, *, cycles: int = 0) -> None:
@@ -43,7 +43,7 @@ class WireChannel(Channel):
         self.cycles = cycles
         self.stream = torch.cuda.Stream()
         self.done: dict[str, torch.cuda.Event] = {}
-        """When the last transfer of a label was over."""
+        """Events at the end of the last transfer of each label."""
 
     def all_gather_into(self, out: Tensor, x: Tensor, *, tag: Tag = UNNAMED) -> Pending:
         with self._transfer(str(tag)):
@@ -92,7 +92,7 @@ def gpu_net(
     num_recomputed: int = 0,
     vocab_size: int = 8,
 ) -> tuple[Net, ISPCommunicator]:
-    """A declared net on the GPU, with biases and poisoned buffers."""
+    """Return a declared net on the GPU, with biases and poisoned buffers."""
     communicator = ISPCommunicator(
         channel,
         ISPCommModelConfig(device=gpu()),
@@ -111,12 +111,12 @@ def gpu_net(
 
 
 def ids() -> Tensor:
-    """Tokens; copying them to the GPU waits for it, so they are made before it has work."""
+    """Return tokens; the copy to the GPU blocks, so it happens before other work is queued."""
     return torch.tensor([[1, 2, 3, 1], [4, 5, 6, 0]], device=gpu())
 
 
 def make_compute_slow(net: Net) -> None:
-    """Put a sleep before each layer, forward and backward: the host and the wire run ahead."""
+    """Add a sleep before each layer in forward and backward, so that host and link run ahead."""
 
     def sleep(*_: object) -> None:
         torch.cuda._sleep(SHORT_CYCLES)
@@ -141,7 +141,7 @@ def update(net: Net) -> None:
 
 
 def three_steps(net: Net, communicator: ISPCommunicator, micro_batches: int = 2) -> list[Tensor]:
-    """Outputs and weights of three steps, without a host synchronisation in them."""
+    """Return outputs and weights of three steps that contain no host synchronization."""
     outputs, tokens = [], ids()
     for _ in range(3):
         communicator.begin(sequential_actions(micro_batches))
@@ -158,11 +158,11 @@ def three_steps(net: Net, communicator: ISPCommunicator, micro_batches: int = 2)
 @pytest.mark.parametrize(
     ("pool", "launch"), [(False, LaunchPoint.WO), (True, LaunchPoint.WQKV)], ids=str
 )
-def test_gather_does_not_wait_for_queued_compute(pool: bool, launch: LaunchPoint) -> None:
-    """Catches gathers queued behind compute: they would hide behind nothing.
+def test_a_gather_does_not_wait_for_queued_compute(pool: bool, launch: LaunchPoint) -> None:
+    """Catches gathers queued after compute, which would not overlap with it.
 
-    Without the pool, or at a launch point where no buffer has been freed yet, nothing is needed
-    from compute. The gathers of block b are launched while block a's compute has not begun.
+    Without the pool, or at a launch point where no buffer has been freed yet, a gather needs
+    nothing from compute: those of block b are launched before the compute of block a begins.
     """
     channel = WireChannel()
     net, communicator = gpu_net(channel, pool=pool, launch=launch)
@@ -186,10 +186,11 @@ def test_gather_does_not_wait_for_queued_compute(pool: bool, launch: LaunchPoint
 @pytest.mark.parametrize("num_recomputed", [0, 2])
 @pytest.mark.parametrize("pool", [True, False])
 def test_buffers_outlive_their_readers(unit: OverlapUnit, num_recomputed: int, pool: bool) -> None:
-    """Catches a freed buffer overwritten by the next gather, or by NaN, while kernels still read.
+    """Catches a freed buffer overwritten by the next gather, or by NaN, while kernels still read
+    it.
 
-    Compute sleeps before every layer and the wire does not: each buffer is gathered into long
-    before what read it last has run. With 7 rows of vocabulary padded pieces travel as well.
+    Compute sleeps before every layer and the link does not, so each buffer is gathered into long
+    before its last reader has run. With 7 rows of vocabulary, padded shards are sent as well.
     """
     wanted_net, plain = gpu_net(WireChannel(), overlap=False, vocab_size=7)
     expected = three_steps(wanted_net, plain)
@@ -205,7 +206,7 @@ def test_buffers_outlive_their_readers(unit: OverlapUnit, num_recomputed: int, p
 
 
 def publish_late(net: Net) -> torch.cuda.Event:
-    """Double all weights on another stream, after a long sleep; recorded when that is done."""
+    """Double all weights on another stream after a long sleep; record an event at the end."""
     stream = torch.cuda.Stream()
     done = torch.cuda.Event()
     with torch.no_grad(), torch.cuda.stream(stream):
@@ -217,8 +218,8 @@ def publish_late(net: Net) -> torch.cuda.Event:
 
 
 @pytest.mark.parametrize("ask", [True, False])
-def test_gathers_wait_for_what_publishes_the_weights(ask: bool) -> None:
-    """Catches a prerequisite that makes compute wait and not the gathers; unasked, it is late."""
+def test_gathers_wait_for_the_stream_that_updates_the_weights(ask: bool) -> None:
+    """Catches a prerequisite for which compute waits but gathers do not."""
     net, communicator = gpu_net(WireChannel())
     three_steps(net, communicator)
     other, tokens = gpu_net(WireChannel())[0], ids()
@@ -239,7 +240,9 @@ def test_gathers_wait_for_what_publishes_the_weights(ask: bool) -> None:
 
 @pytest.mark.parametrize("announced", [False, True])
 def test_gathers_wait_for_weights_written_by_compute(announced: bool) -> None:
-    """Catches a gather at the moment of use, of changed or undeclared weights, that runs ahead."""
+    """Catches a gather at the time of use, of changed or undeclared weights, that runs too
+    early.
+    """
     net, communicator = gpu_net(WireChannel())
     stranger = echo_layers(communicator, WireChannel(), device=gpu()).column(4, (4,), std=0.5)
     nn.init.ones_(stranger.weight)
@@ -249,7 +252,7 @@ def test_gathers_wait_for_weights_written_by_compute(announced: bool) -> None:
     torch.cuda._sleep(LONG_CYCLES // 4)
     with torch.no_grad():
         for parameter in (*net.parameters(), stranger.weight):
-            parameter.mul_(2)  # queued behind the sleep, on the stream of compute
+            parameter.mul_(2)  # queued after the sleep, on the compute stream
         also = stranger(x)
         found = net(tokens)
     torch.cuda.synchronize()
@@ -259,8 +262,8 @@ def test_gathers_wait_for_weights_written_by_compute(announced: bool) -> None:
         torch.testing.assert_close(found, net(tokens), rtol=0, atol=0)
 
 
-def test_no_host_synchronisation_in_a_step() -> None:
-    """Catches whatever makes the host wait for the device: it could not run ahead any more."""
+def test_a_step_has_no_host_synchronization() -> None:
+    """Catches any host wait for the device, after which the host no longer runs ahead."""
     tokens = ids()
     for recomputed in (0, 3):
         net, communicator = gpu_net(WireChannel(), num_recomputed=recomputed)
@@ -276,7 +279,9 @@ def test_no_host_synchronisation_in_a_step() -> None:
 
 
 def test_reset_lazy_pools_waits_for_the_readers() -> None:
-    """Catches freed buffers given to the allocator, and by it to others, while they are read."""
+    """Catches freed buffers returned to the allocator, and reused by others, while they are
+    read.
+    """
     net, communicator = gpu_net(WireChannel())
     make_compute_slow(net)
     tokens = ids()

@@ -1,4 +1,4 @@
-"""How long a gathered weight lives: never used stale, never left behind, never before its time."""
+"""The lifetime of a gathered weight: never stale, never leaked, never freed too early."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ REFUSAL = r"a collective of this communicator failed .*connection lost.*: its ra
 
 
 def forward(net: Net) -> Tensor:
-    """The output, which has to be that of the present weights."""
+    """Return the output, after a check that it is that of the current weights."""
     y = net(IDS)
     torch.testing.assert_close(y, net.plainly(IDS), rtol=1e-12, atol=1e-12)
     return y
 
 
 def train(net: Net, communicator: ISPCommunicator) -> dict[str, Tensor]:
-    """Forward, backward and finish; the gradients, taken."""
+    """Run forward, backward and finish; return the gradients and clear them."""
     forward(net).square().sum().backward()
     communicator.finish()
     return taken_gradients(net, communicator)
@@ -56,7 +56,7 @@ def assert_same(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
 def expected_gradients(
     num_updates: int = 0, *, num_recomputed: int = 0, bias: bool = True
 ) -> dict[str, Tensor]:
-    """What an undisturbed step gives after so many updates."""
+    """Return the gradients of an undisturbed step after this many updates."""
     net, communicator, _ = echo_net(bias=bias, num_recomputed=num_recomputed)
     for _ in range(num_updates):
         update(net)
@@ -66,10 +66,10 @@ def expected_gradients(
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 @pytest.mark.parametrize("announced", [False, True])
-def test_evaluation_between_steps(
+def test_evaluation_between_steps_changes_nothing(
     mode: Callable[[], AbstractContextManager[None]], announced: bool
 ) -> None:
-    """Catches an evaluation that uses up, or leaves behind, what was gathered for the step."""
+    """Catches an evaluation that consumes, or leaves behind, weights gathered for the step."""
     net, communicator, _ = echo_net(bias=True)
     communicator.begin(ONE)
     for num_updates in range(3):
@@ -86,8 +86,8 @@ def test_evaluation_between_steps(
 
 
 @pytest.mark.parametrize("automatic", [False, True])
-def test_evaluation_between_forward_and_backward(automatic: bool) -> None:
-    """Catches a forward out of turn that takes away what the backward needs."""
+def test_evaluation_between_forward_and_backward_changes_nothing(automatic: bool) -> None:
+    """Catches a forward out of order that frees weights that the backward needs."""
     net, communicator, _ = echo_net(bias=True)
     if not automatic:
         communicator.begin(ONE)
@@ -101,8 +101,8 @@ def test_evaluation_between_forward_and_backward(automatic: bool) -> None:
 
 @pytest.mark.parametrize("automatic", [False, True])
 @pytest.mark.parametrize("num_recomputed", [0, 3])
-def test_exception_in_forward_and_a_new_step(automatic: bool, num_recomputed: int) -> None:
-    """Catches prefetches of the failed step used in the next, with the old weights in them."""
+def test_a_step_after_a_failed_forward_is_correct(automatic: bool, num_recomputed: int) -> None:
+    """Catches weights prefetched by the failed step used, although stale, in the next step."""
     net, communicator, channel = echo_net(bias=True, num_recomputed=num_recomputed)
     for failing in (net.blocks[0], net.blocks[2]):
         net.fail_in = failing
@@ -119,8 +119,8 @@ def test_exception_in_forward_and_a_new_step(automatic: bool, num_recomputed: in
     assert_same(train(net, communicator), expected)
 
 
-def test_exception_in_backward_and_a_new_step() -> None:
-    """Catches gradients of a failed backward that are summed into the next step's."""
+def test_a_step_after_a_failed_backward_is_correct() -> None:
+    """Catches gradients of a failed backward added to those of the next step."""
     net, communicator, _ = echo_net(bias=True)
     communicator.begin(ONE)
 
@@ -133,15 +133,15 @@ def test_exception_in_backward_and_a_new_step() -> None:
         y = block(y)
     with pytest.raises(ArithmeticError):
         net.head(y).square().sum().backward()
-    communicator.finish()  # what is on its way has to arrive before it can be thrown away
+    communicator.finish()  # reductions in flight must end before they are discarded
     taken_gradients(net, communicator)
     communicator.begin(ONE)
     assert_same(train(net, communicator), expected_gradients())
 
 
 @pytest.mark.parametrize("declared", [False, True])
-def test_exception_inside_a_layer(declared: bool) -> None:
-    """Catches the weight of a use that failed kept for the layer's next one, or never freed."""
+def test_an_exception_inside_a_layer_frees_its_weight(declared: bool) -> None:
+    """Catches the weight of a failed use kept for the layer's next use, or never freed."""
     net, communicator, channel = echo_net(bias=True)
     layer = net.blocks[1].wo
     if not declared:
@@ -164,13 +164,13 @@ def test_exception_inside_a_layer(declared: bool) -> None:
 
 
 @pytest.mark.parametrize("which", ["weight", "bias"])
-def test_weight_changed_after_its_gather_was_launched(which: str) -> None:
-    """Catches a prefetched weight used although the shard has changed since: the version check."""
+def test_a_weight_changed_after_its_gather_is_gathered_again(which: str) -> None:
+    """Catches a stale prefetched weight, which the version check must find."""
     net, communicator, channel = echo_net(bias=True)
     communicator.begin(ONE)
     assert "gather a.wo" in channel.events
     with torch.no_grad():
-        net.blocks[0].wo.get_parameter(which).add_(1)  # a.wo is on its way, b.wo is not
+        net.blocks[0].wo.get_parameter(which).add_(1)  # a.wo is being gathered, b.wo is not
         net.blocks[1].wo.get_parameter(which).add_(1)
     train(net, communicator)
     gathers = [e for e in channel.taken() if e in ("gather a.wo", "gather b.wo")]
@@ -196,7 +196,7 @@ FUSED = [step_fused(torch.optim.SGD), step_fused(torch.optim.AdamW)]
 
 
 def check_from(net: Net, first: int) -> None:
-    """Output and input gradient of the net from block `first` on, by the present weights."""
+    """Check output and input gradient from block `first` on against the current weights."""
     x, plain_x = (torch.ones(1, 4, dtype=torch.float64, requires_grad=True) for _ in range(2))
     y, plain_y = x, plain_x
     for block in net.blocks[first:]:
@@ -210,11 +210,13 @@ def check_from(net: Net, first: int) -> None:
 @pytest.mark.parametrize("unit", OverlapUnit)
 @pytest.mark.parametrize("last", [None, 2], ids=["whole", "fails in c"])
 @pytest.mark.parametrize("write", [*FUSED, write_data], ids=["fused SGD", "fused AdamW", ".data"])
-def test_weights_changed_unseen_between_passes(
+def test_weights_changed_without_a_version_are_gathered_again(
     write: Callable[[Net], None], last: int | None, unit: OverlapUnit
 ) -> None:
-    """Catches what an unannounced forward has gathered used by one that begins elsewhere."""
-    # Where the plan goes on nobody could tell another pass.
+    """Catches weights gathered by an unannounced forward used by one that starts at another
+    block.
+    """
+    # A start at the plan's current position could not be told from the planned forward.
     for first in {1, 2, 3} - {last}:
         net, _, _ = echo_net(bias=True, unit=unit)
         net.fail_in = None if last is None else net.blocks[last]
@@ -225,7 +227,7 @@ def test_weights_changed_unseen_between_passes(
 
 
 @pytest.mark.parametrize("automatic", [False, True])
-def test_forward_without_backward_is_drained(automatic: bool) -> None:
+def test_a_forward_without_backward_frees_its_weights(automatic: bool) -> None:
     """Catches buffers kept for a backward that never comes."""
     net, communicator, _ = echo_net(bias=True)
     for _ in range(2):
@@ -238,8 +240,8 @@ def test_forward_without_backward_is_drained(automatic: bool) -> None:
     assert leased_bytes(communicator) == 0
 
 
-def test_two_forwards_then_two_backwards() -> None:
-    """Catches a backward out of the planned order that finds no weights, or another's."""
+def test_two_forwards_may_precede_two_backwards() -> None:
+    """Catches a backward out of the planned order that finds no weights, or wrong ones."""
     net, communicator, _ = echo_net(bias=True)
     losses = [forward(net).square().sum() for _ in range(2)]
     for loss in losses:
@@ -250,8 +252,8 @@ def test_two_forwards_then_two_backwards() -> None:
 
 
 @pytest.mark.parametrize("num_recomputed", [0, 3])
-def test_block_left_out_of_a_forward(num_recomputed: int) -> None:
-    """Catches a plan that loses its place when a use does not happen."""
+def test_a_forward_may_skip_a_block(num_recomputed: int) -> None:
+    """Catches a plan that loses its position when a use does not happen."""
     net, communicator, channel = echo_net(num_recomputed=num_recomputed)
     net.leave_out = net.blocks[1]
     communicator.begin(ONE)
@@ -265,8 +267,8 @@ def test_block_left_out_of_a_forward(num_recomputed: int) -> None:
     assert_same(train(net, communicator), expected_gradients(bias=False))
 
 
-def test_without_begin_a_step_is_followed_all_the_same() -> None:
-    """Catches users who never announce a step getting other events, or other gradients."""
+def test_a_step_without_begin_has_the_same_events() -> None:
+    """Catches other events or gradients for users who never announce a step."""
     events = []
     for automatic in (False, True):
         net, communicator, channel = echo_net(bias=True)
@@ -280,7 +282,7 @@ def test_without_begin_a_step_is_followed_all_the_same() -> None:
 
 
 def test_without_begin_gradients_accumulate() -> None:
-    """Catches a second forward that throws away the first backward's gradients."""
+    """Catches a second forward that discards the gradients of the first backward."""
     net, communicator, _ = echo_net(bias=True)
     for _ in range(3):
         forward(net).square().sum().backward()
@@ -290,8 +292,8 @@ def test_without_begin_gradients_accumulate() -> None:
         torch.testing.assert_close(found[name], 3 * g, rtol=1e-14, atol=1e-14)
 
 
-def test_prerequisites_come_before_each_gather() -> None:
-    """Catches a gather that does not ask whether the optimizer has published its block."""
+def test_prerequisites_run_before_each_gather() -> None:
+    """Catches a gather that does not check whether the optimizer has published its block."""
     net, communicator, channel = echo_net(bias=True, num_recomputed=1)
     names = {id(b.module): b.name for b in net.declared()}
 
@@ -309,13 +311,14 @@ def test_prerequisites_come_before_each_gather() -> None:
     assert len(gathers) > 3 * 8
     for i in gathers:
         block = events[i].split()[1].split(".")[0]
-        while events[i - 1].startswith(f"gather {block}."):  # asked once for those that go together
+        # one prerequisite for weights that are gathered together
+        while events[i - 1].startswith(f"gather {block}."):
             i -= 1
         assert events[i - 2 : i] == [f"first {block}", f"second {block}"]
 
 
-def test_prerequisites_of_a_weight_and_not_of_its_layer() -> None:
-    """Catches a layer that nobody has declared reading a declared weight before it is published."""
+def test_prerequisites_follow_the_weight_not_the_layer() -> None:
+    """Catches an undeclared layer that reads a declared weight before it is published."""
     net, communicator, _ = echo_net()
     asked: list[object] = []
     communicator.register_prerequisite_for_forward_prefetch_hooks(asked.append)
@@ -325,7 +328,7 @@ def test_prerequisites_of_a_weight_and_not_of_its_layer() -> None:
 
 
 @pytest.mark.parametrize("fn", [None, "wait", 3])
-def test_prerequisite_must_be_callable(fn: object) -> None:
+def test_a_prerequisite_must_be_callable(fn: object) -> None:
     """Catches a mistake that would only show in the middle of a step."""
     _, communicator, _ = echo_net()
     with pytest.raises(TypeError, match=f"must be callable, got {type(fn).__name__}"):
@@ -340,8 +343,8 @@ def ordinary_events() -> list[str]:
 
 
 @pytest.mark.parametrize("event", ordinary_events())
-def test_failed_collective_is_for_good(event: str) -> None:
-    """Catches a communicator that goes on where its ranks are no longer at the same place."""
+def test_after_a_failed_collective_all_calls_fail(event: str) -> None:
+    """Catches a communicator that continues although its ranks are at different collectives."""
     net, communicator, channel = echo_net(bias=True, num_recomputed=1)
     channel.fail_at = event
 
@@ -368,8 +371,8 @@ def test_failed_collective_is_for_good(event: str) -> None:
 
 
 @pytest.mark.parametrize("event", ["wait b.wo", "wait b.wqkv"])
-def test_failed_transfer_that_nobody_waited_for(event: str) -> None:
-    """Catches a failure that is only found when the buffer is freed, and then forgotten."""
+def test_a_failed_transfer_without_a_wait_is_reported(event: str) -> None:
+    """Catches a failure that only shows when the buffer is freed, and is then ignored."""
     net, communicator, channel = echo_net()
     net.leave_out = net.blocks[1]
     channel.fail_at = event
@@ -380,8 +383,8 @@ def test_failed_transfer_that_nobody_waited_for(event: str) -> None:
         communicator.begin(ONE)
 
 
-def test_failed_prerequisite_is_for_good() -> None:
-    """Catches a publishing that failed, a collective too, after which training goes on."""
+def test_after_a_failed_prerequisite_all_calls_fail() -> None:
+    """Catches training that continues after publishing weights, also a collective, has failed."""
     net, communicator, _ = echo_net()
 
     def fail(_: object) -> None:
@@ -395,8 +398,8 @@ def test_failed_prerequisite_is_for_good() -> None:
 
 
 @torch.no_grad()
-def test_nested_visits_read_in_tiles() -> None:
-    """Catches a weight that another use, or the end of a step, takes from the use it is in."""
+def test_nested_unsharded_weights_stay_until_they_are_left() -> None:
+    """Catches a weight that another use, or the end of a step, frees while it is in use."""
     net, communicator, channel = echo_net(bias=True)
     a, b = net.blocks[0].wqkv, net.blocks[0].wo
     communicator.begin(ONE)

@@ -1,4 +1,4 @@
-"""All kinds of parameters people have, on real ranks, against plain torch in float64.
+"""All kinds of parameters that users have, on real ranks, against plain torch in float64.
 
 B batch, S sequence, D model size, V vocabulary. Every rank has its own samples; the weight group is
 the world, so gradients are the sums over all samples.
@@ -31,7 +31,7 @@ MICRO = 2
 
 @dataclass(frozen=True, kw_only=True)
 class Way:
-    """How a case is run; none of it may change a bit."""
+    """Options of a run that may not change a bit."""
 
     overlap: bool = True
     announced: bool = True
@@ -49,12 +49,12 @@ WAYS = (
 
 
 def ways_of(world: int) -> tuple[Way, ...]:
-    """All on two ranks; what more of them change is where parameters are cut."""
+    """Return all ways for two ranks, and one for more, where only the cut of parameters differs."""
     return WAYS if world == 2 else (WAYS[0], WAYS[-1])
 
 
 class Bench:
-    """A rank's place in the world, and what makes models on it."""
+    """A rank with its mesh, and methods that build models on it."""
 
     def __init__(self, rank: int, world: int) -> None:
         self.channel = weight_mesh(rank, world)[Axis.WEIGHT]
@@ -73,7 +73,7 @@ class Bench:
         )
 
     def inputs(self, case: type[Case], step: int) -> list[list[Tensor]]:
-        """The input of each rank for each micro-batch, the same on all ranks."""
+        """Return each rank's input of each micro-batch, equal on all ranks."""
         random = torch.Generator().manual_seed(step)
         shape = (B, S) if case.tokens else (B, S, D)
 
@@ -87,7 +87,7 @@ class Bench:
 
 
 def start(model: nn.Module) -> Full:
-    """Give the model its first weights; the same as full tensors, biases not zero."""
+    """Set the model's initial weights; return the full tensors; biases are not zero."""
     bind_names(model)
     init_weights(model, seed=4)
     full: Full = {}
@@ -120,12 +120,12 @@ def check_and_update(model: nn.Module, full: Full) -> None:
             msg=lambda m, n=name: f"{n}: {m}",
         )
         for p in (parameter, full[name]):
-            torch.optim.SGD([p], lr=LR, fused=True).step()  # changes p without torch counting it
+            torch.optim.SGD([p], lr=LR, fused=True).step()  # changes p without a new version
             p.grad = None
 
 
 def step(bench: Bench, model: Case, full: Full, number: int) -> Iterator[Tensor]:
-    """Forward and backward of the micro-batches of a step; yields outputs and input gradients."""
+    """Run forward and backward of a step's micro-batches; yield outputs and input gradients."""
     for batches in bench.inputs(type(model), number):
         for rank, x in enumerate(batches):
             expected = plainly(type(model), x, full)
@@ -150,7 +150,7 @@ def evaluate(bench: Bench, model: Case, full: Full) -> None:
 
 
 def run_case(bench: Bench, case: type[Case], way: Way, split_hidden: bool) -> list[Tensor]:
-    """Two steps with an evaluation between them, checked; all that was computed."""
+    """Run and check two steps with an evaluation in between; return all results."""
     communicator = bench.communicator(way)
     model = case(bench.layers(communicator, split_hidden=split_hidden))  # type: ignore[call-arg]
     full = start(model)
@@ -187,15 +187,15 @@ def run_all(rank: int, world: int) -> int:
 
 
 @pytest.mark.parametrize("world", [2, 4])
-def test_all_parameters_people_have(world: int) -> None:
+def test_all_kinds_of_parameters_train_as_in_plain_torch(world: int) -> None:
     """Catches what the docstring of each case says, over two micro-batches of several rows."""
     runs = run_ranks(world, run_all, world)
     assert runs == [(len(CASES) + 2) * len(ways_of(world))] * world
 
 
 @pytest.mark.parametrize("frozen", [False, True])
-def test_frozen_weight_keeps_no_activation(frozen: bool) -> None:
-    """Catches an input kept for the gradient of a weight that has none; adapters rely on it."""
+def test_a_frozen_weight_saves_no_activation(frozen: bool) -> None:
+    """Catches an input saved for the gradient of a frozen weight; adapters rely on it."""
     bench = Bench(0, 1)
     layer = bench.layers(bench.communicator(Way())).column(D, (D,), bias=True, std=0.5)
     layer.weight.requires_grad_(not frozen)

@@ -1,4 +1,4 @@
-"""Plans of thousands of sizes hold: simulated, and counted again in the plainest way."""
+"""Plans of thousands of sizes, simulated, and their gathers counted in the simplest way."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from tests.core.weights.schedules import EMBEDDING, HEAD, TIED_HEAD, block, inte
 
 
 class Reading(NamedTuple):
-    """A unit at work: a span per layer, a single read per module."""
+    """One unit of overlap in use: a span of a layer, or one read of a module."""
 
     unit: object
     span: int
@@ -55,7 +55,9 @@ def uses(chunks: Chunks, order: tuple[Action, ...], unit: OverlapUnit) -> list[R
 def counted_gathers(
     chunks: Chunks, order: tuple[Action, ...], unit: OverlapUnit
 ) -> Counter[tuple[str, Phase]]:
-    """The gathers that the budget asks for, found by looking at all that lies between two uses."""
+    """Return the gathers that the budget requires, by a look at all that happens between two
+    uses.
+    """
     gathers: Counter[tuple[str, Phase]] = Counter()
     last: dict[str, int] = {}
     everything = uses(chunks, order, unit)
@@ -74,7 +76,7 @@ def counted_gathers(
 def check(
     chunks: Chunks, order: tuple[Action, ...], unit: OverlapUnit, launch: LaunchPoint
 ) -> Simulation:
-    """Simulate the plan, and hold the result against the budget and the count."""
+    """Simulate the plan, and compare the result with the budget and the count."""
     made = plan.__wrapped__(chunks, order, Prefetch(unit=unit, launch=launch))
     result = simulate(made, chunks, order)
     assert result.gathers == counted_gathers(chunks, order, unit)
@@ -84,7 +86,7 @@ def check(
 
 
 def check_without_overlap(chunks: Chunks, order: tuple[Action, ...], unit: OverlapUnit) -> None:
-    """The same gathers, each at the moment of use."""
+    """Check that a plan without overlap has the same gathers, each at the time of use."""
     made = plan.__wrapped__(chunks, order, Prefetch(unit=unit, overlap=False))
     result = simulate(made, chunks, order)
     assert result.gathers == counted_gathers(chunks, order, unit)
@@ -92,7 +94,9 @@ def check_without_overlap(chunks: Chunks, order: tuple[Action, ...], unit: Overl
 
 
 def check_weights_that_stay(chunks: Chunks, order: tuple[Action, ...], unit: OverlapUnit) -> None:
-    """One gather of each weight in the step, ahead of its first use, and a free at its last."""
+    """Check that weights which stay are gathered once, before the first use, and freed after the
+    last.
+    """
     made = plan.__wrapped__(chunks, order, Prefetch(unit=unit, reshard_after_forward=False))
     result = simulate(made, chunks, order)
     first: dict[str, Phase] = {}
@@ -106,7 +110,9 @@ def check_weights_that_stay(chunks: Chunks, order: tuple[Action, ...], unit: Ove
 
 
 def every_size() -> Iterator[tuple[Chunks, tuple[Action, ...]]]:
-    """Blocks 1 to 7 x weights 1 to 6 x every number of recomputed blocks; the rest takes turns."""
+    """Yield blocks 1 to 7 x weights 1 to 6 x every number of recomputed blocks; other options
+    rotate.
+    """
     orders = [
         sequential_actions(1),
         sequential_actions(2, training=False),
@@ -128,8 +134,8 @@ def every_size() -> Iterator[tuple[Chunks, tuple[Action, ...]]]:
         yield ((*first, *blocks, *last),), orders[i % len(orders)]
 
 
-def test_every_size_holds() -> None:
-    """Catches: an edge of a size, a launch point or an order of work at which a rule breaks."""
+def test_plans_of_every_size_are_valid() -> None:
+    """Catches a size, a launch point or an order of work at which a rule breaks."""
     for i, (chunks, order) in enumerate(every_size()):
         check(chunks, order, OverlapUnit.MODULE, LaunchPoint.WO)
         for launch in list(LaunchPoint)[i % 2 :: 2]:
@@ -139,7 +145,9 @@ def test_every_size_holds() -> None:
 
 
 def any_block(rng: random.Random, name: str, weights: list[str]) -> Block:
-    """1 to 6 uses; some without a weight, some of a weight that was used before, anywhere."""
+    """Return a block of 1 to 6 uses; some without a weight, some of a weight used earlier
+    anywhere.
+    """
     uses = []
     for v, point in enumerate(rng.sample([*LaunchPoint, None, None], rng.randint(1, 6))):
         weights.append(f"{name}.{v}")
@@ -150,7 +158,7 @@ def any_block(rng: random.Random, name: str, weights: list[str]) -> Block:
 
 
 def any_order(rng: random.Random, num_chunks: int) -> tuple[Action, ...]:
-    """An order of work of a real schedule, or one in which only F before B is certain."""
+    """Return a real schedule's order of work, or a random one with each F before its B."""
     stages = rng.randint(1, 3)
     stage = rng.randrange(stages)
     kind = rng.choice(["interleaved", "1F1B", "zero bubble", "V", "evaluation", "any"])
@@ -174,8 +182,8 @@ def any_order(rng: random.Random, num_chunks: int) -> tuple[Action, ...]:
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_strange_models_in_strange_orders_hold(seed: int) -> None:
-    """Catches: weights shared across blocks and chunks, orders of work that nobody thought of."""
+def test_plans_of_random_models_and_orders_are_valid(seed: int) -> None:
+    """Catches weights shared across blocks and chunks, and unforeseen orders of work."""
     rng = random.Random(seed)
     for _ in range(60):
         weights: list[str] = []

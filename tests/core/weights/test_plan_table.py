@@ -1,4 +1,4 @@
-"""The grid: what a person sees of a plan."""
+"""The table that `isp schedule` prints for a plan."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ def actions_in(text: str) -> list[str]:
     return [line.split()[0] for line in text.splitlines() if line.startswith(("F", "B"))]
 
 
-def test_the_grid_of_a_small_model() -> None:
-    """Catches: a column that shows something else than its head says."""
+def test_the_table_of_a_small_model_shows_its_plan() -> None:
+    """Catches a column that does not show what its heading says."""
     chunks = ((EMBEDDING, block("a", ("wqkv", "wo")), block("b", ("wqkv", "wo")), HEAD),)
     assert shown(chunks, sequential_actions(1)) == dedent("""\
         start: gathers embedding, all of a
@@ -81,14 +81,14 @@ def test_equal_blocks_are_shown_once() -> None:
 
 
 def test_equal_actions_are_shown_once() -> None:
-    """Catches: a grid that repeats itself for each micro-batch; a first or last one hidden."""
+    """Catches a table repeated for each micro-batch, and a first or last action that is hidden."""
     text = shown(decoder(2), sequential_actions(8))
     assert "... B1 F2 B2 F3 B3 F4 B4 F5 B5 F6 B6 F7: the same" in text
     assert actions_in(text) == ["F0", "B0", "F1", "B7"]
 
 
-def test_the_whole_grid_has_a_row_for_every_site() -> None:
-    """Catches: sites left out where all of them were asked for."""
+def test_the_full_table_has_a_row_for_every_site() -> None:
+    """Catches sites missing although all were requested."""
     chunks, order = decoder(8), sequential_actions(2)
     steps = plan(chunks, order, Prefetch()).entries
     lines = shown(chunks, order, compact=False).splitlines()
@@ -97,8 +97,8 @@ def test_the_whole_grid_has_a_row_for_every_site() -> None:
     )
 
 
-def test_a_plan_that_does_not_hold_is_not_shown() -> None:
-    """Catches: a table that looks right of a plan that is wrong."""
+def test_an_invalid_plan_is_not_shown() -> None:
+    """Catches a plausible table for a wrong plan."""
     chunks, order = decoder(2), sequential_actions(1)
     made = plan(chunks, order, Prefetch())
     with pytest.raises(AssertionError, match="entry 0"):

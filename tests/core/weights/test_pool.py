@@ -1,4 +1,4 @@
-"""The pool's leases, counters and debug switch, without a communicator."""
+"""The memory pool's leases, counters and poison, without a communicator."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ CPU = torch.device("cpu")
 FLOAT, HALF = torch.float32, torch.bfloat16
 
 
-def test_buffer_is_reused_for_any_shape_of_its_size() -> None:
-    """Catches a pool that allocates for every lease, and one that lends what is still leased."""
+def test_a_buffer_is_reused_for_any_shape_of_its_size() -> None:
+    """Catches a pool that allocates for every lease, and one that leases a buffer twice."""
     pool = MemoryPool()
     first, second = pool.lease((4, 6), FLOAT, CPU), pool.lease((4, 6), FLOAT, CPU)
     address = first.tensor.data_ptr()
@@ -27,10 +27,10 @@ def test_buffer_is_reused_for_any_shape_of_its_size() -> None:
 
 
 @pytest.mark.parametrize("other", [((4, 6), HALF), ((4, 7), FLOAT), ((12,), torch.float64)])
-def test_buffer_serves_its_own_dtype_and_size_alone(
+def test_a_buffer_is_reused_only_for_its_dtype_and_size(
     other: tuple[tuple[int, ...], torch.dtype],
 ) -> None:
-    """Catches a key that leaves out the dtype or the size, or that counts bytes."""
+    """Catches a key that ignores the dtype or the size, or that counts bytes."""
     pool = MemoryPool()
     lease = pool.lease((4, 6), FLOAT, CPU)
     address = lease.tensor.data_ptr()
@@ -41,7 +41,7 @@ def test_buffer_serves_its_own_dtype_and_size_alone(
 
 
 def test_misuse_raises() -> None:
-    """Catches a lease that can be used or returned after its end, when it may be another's."""
+    """Catches a lease used or returned after its end, when the buffer may be leased again."""
     pool = MemoryPool()
     lease = pool.lease((2,), FLOAT, CPU)
     lease.release()
@@ -57,8 +57,8 @@ def test_misuse_raises() -> None:
 
 @pytest.mark.parametrize("reuse", [False, True])
 @pytest.mark.parametrize("dtype", [FLOAT, HALF, torch.float64])
-def test_poison(dtype: torch.dtype, reuse: bool) -> None:
-    """Catches a late read of a freed buffer that goes unnoticed; integers have no NaN."""
+def test_poison_fills_freed_buffers_with_nan(dtype: torch.dtype, reuse: bool) -> None:
+    """Catches a read of a freed buffer that goes unnoticed; integers have no NaN."""
     pool = MemoryPool(reuse=reuse, poison=True)
     lease, numbers = pool.lease((3,), dtype, CPU), pool.lease((3,), torch.int64, CPU)
     late, late_numbers = lease.tensor.fill_(1), numbers.tensor.fill_(1)
@@ -68,7 +68,7 @@ def test_poison(dtype: torch.dtype, reuse: bool) -> None:
     assert late_numbers.tolist() == [1, 1, 1]
 
 
-def test_reset_lazy_pools_keeps_what_is_leased() -> None:
+def test_reset_lazy_pools_keeps_leased_buffers() -> None:
     """Catches a reset that drops leased buffers, keeps free ones, or miscounts."""
     pool = MemoryPool()
     kept, dropped = pool.lease((4,), FLOAT, CPU), pool.lease((8,), FLOAT, CPU)
@@ -85,8 +85,8 @@ def test_reset_lazy_pools_keeps_what_is_leased() -> None:
     assert pool.lease((4,), FLOAT, CPU).tensor.data_ptr() == kept._tensor.data_ptr()
 
 
-def test_buffer_made_in_inference_mode_serves_training() -> None:
-    """Catches buffers that remember the mode: torch forbids writing to those of inference mode."""
+def test_a_buffer_made_in_inference_mode_works_in_training() -> None:
+    """Catches inference tensors in the pool, which torch forbids training to write to."""
     pool = MemoryPool()
     with torch.inference_mode():
         pool.lease((2,), FLOAT, CPU).release()

@@ -1,4 +1,4 @@
-"""In which dtype and order gradients are summed, and in which they arrive.
+"""The dtype and order in which gradients are summed, and the dtype in which they are delivered.
 
 One linear with bfloat16 weights on four ranks, each with its own samples.
 """
@@ -32,7 +32,7 @@ WORLD, I, O, TOKENS, MICRO = 4, 6, 8, 5, 2  # noqa: E741
 
 
 class Recorder(ParameterGradients):
-    """Keeps what is delivered, before anybody adds it to something."""
+    """Keeps the delivered gradients before they are added to others."""
 
     def __init__(self) -> None:
         self.delivered: list[Tensor] = []
@@ -68,7 +68,9 @@ def setting(
 
 
 def samples(rank: int, micro: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """x [TOKENS, I] and dy [TOKENS, O] of a rank; large, small, large, small: all sums round."""
+    """Return x [TOKENS, I] and dy [TOKENS, O] of a rank; large and small alternate, so all sums
+    round.
+    """
     random = torch.Generator().manual_seed(10 * rank + micro)
     scale = (4096.0, 1 / 64, -4096.0, 1 / 64)[rank]
     x = torch.randn(TOKENS, I, generator=random) * scale
@@ -76,7 +78,7 @@ def samples(rank: int, micro: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 
 def products(micro: int, dtype: torch.dtype) -> list[Tensor]:
-    """Each rank's full dW."""
+    """Return each rank's full dW."""
     pairs = (samples(rank, micro, dtype) for rank in range(WORLD))
     return [dy.T @ x for x, dy in pairs]
 
@@ -143,14 +145,14 @@ def run_precision(rank: int) -> None:
     in_the_gradients_own_dtype(mesh)
 
 
-def test_sums_of_bfloat16_gradients() -> None:
-    """Catches sums rounded on the way, in the order of arrival, or narrowed before delivery."""
+def test_bfloat16_gradients_are_summed_in_rank_order_and_rounded_once() -> None:
+    """Catches sums rounded at each addition, in order of arrival, or cast before delivery."""
     run_ranks(WORLD, run_precision)
 
 
 @pytest.mark.parametrize(("sum_locally", "item_bytes"), [(True, 2), (False, 4)])
-def test_bytes_in_flight_are_those_that_travel(sum_locally: bool, item_bytes: int) -> None:
-    """Catches narrow gradients counted where float32 copies of them travel, and are kept."""
+def test_bytes_in_flight_count_the_sent_dtype(sum_locally: bool, item_bytes: int) -> None:
+    """Catches bfloat16 gradients counted where float32 copies of them are sent and kept."""
     channel = DryChannel("weight", WORLD, 0, Heard(), sum_locally=sum_locally)
     limit = 2 * O * I * item_bytes
     reducer = GradientReducer(

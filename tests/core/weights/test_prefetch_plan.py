@@ -1,4 +1,4 @@
-"""Small plans written out, so that a change of the schedule shows as a change of these lists."""
+"""Small plans written out, so that a change of the schedule shows in these lists."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ def planned(
     launch: LaunchPoint = LaunchPoint.WO,
     **options: bool,
 ) -> list[str]:
-    """The plan as text, after the simulation has found nothing wrong with it."""
+    """Return the plan as text, after the simulation has found no error."""
     result = plan(chunks, actions(order), Prefetch(unit=unit, launch=launch, **options))
     simulate(result, chunks, actions(order))
     return events(result, chunks)
 
 
-def test_per_module_with_recompute() -> None:
-    """Catches: a recomputed block let go before its backward, more than one weight ahead of it."""
+def test_modules_with_recompute_are_prefetched_one_by_one() -> None:
+    """Catches a recomputed block freed before its backward, and more than one weight prefetched."""
     blocks = (block(name, ("wqkv", "attn", "wo"), recomputed=True) for name in "abc")
     chunks = ((EMBEDDING, *blocks, HEAD),)
     assert planned(chunks, "F0 B0", OverlapUnit.MODULE)[8:] == [
@@ -56,22 +56,22 @@ def test_per_module_with_recompute() -> None:
     ]
 
 
-def test_a_block_without_the_launch_point_requests_the_next_before_its_first_visit() -> None:
-    """Catches: a gather behind an embedding or head that is asked for when the work is done."""
+def test_a_block_without_the_launch_point_gathers_the_next_at_its_first_use() -> None:
+    """Catches a gather after an embedding or head that starts only when their work is done."""
     chunks = (tuple(block(name, ("up", "down")) for name in "abc"),)
     assert planned(chunks, "F0")[3] == "F0 b.up: wait b.up; gather c.up c.down | free b.up"
 
 
-def test_the_first_step_of_a_stage_without_embedding() -> None:
-    """Catches: a start that gathers one unit where two have room, or more than two."""
+def test_a_stage_without_embedding_starts_with_two_units() -> None:
+    """Catches a start that gathers one unit where two have room, or more than two."""
     chunks = (tuple(block(name, ("w1",)) for name in "abc"),)
     assert planned(chunks, "F0")[0] == "start: gather a.w1 b.w1"
     assert planned(chunks[:1], "F0", OverlapUnit.MODULE)[0] == "start: gather a.w1 b.w1"
     assert planned((chunks[0][:1],), "F0")[0] == "start: gather a.w1"
 
 
-def test_a_recompute_that_leaves_the_launch_point_out_launches_at_its_next_visit() -> None:
-    """Catches: a gather put to a site that a selective recompute does not pass."""
+def test_a_recompute_without_the_launch_point_gathers_at_its_next_use() -> None:
+    """Catches a gather placed at a use that a selective recomputation skips."""
     uses = (Use("wqkv"), Use("attn", None, LaunchPoint.ATTN, in_recompute=False))
     chunks = (
         tuple(
@@ -85,7 +85,7 @@ def test_a_recompute_that_leaves_the_launch_point_out_launches_at_its_next_visit
 
 
 def _in_tiles(chunks: Chunks) -> Chunks:
-    """The MLPs of a decoder's layers in tiles."""
+    """Return chunks whose decoder layers compute their MLPs in tiles."""
 
     def tiled(block: Block) -> Block:
         if not block.name.startswith("layers"):
@@ -99,7 +99,7 @@ def _in_tiles(chunks: Chunks) -> Chunks:
 
 
 def test_weights_that_are_read_together_are_one_unit() -> None:
-    """Catches: the first of two freed while the second is read, or the second requested late."""
+    """Catches the first of two freed while the second is read, and the second gathered late."""
     chunks = _in_tiles(decoder(2, 1.0))
     made = plan(chunks, sequential_actions(1), Prefetch(unit=OverlapUnit.MODULE))
     of_first = [line for line in events(made, chunks) if "layers.0" in line.split(":")[0]]
@@ -117,9 +117,10 @@ def test_weights_that_are_read_together_are_one_unit() -> None:
 
 @pytest.mark.parametrize("between", [1, 3])
 def test_the_bias_of_a_tied_head_is_gathered_with_the_weight(between: int) -> None:
-    """Catches: a weight gathered again for a bias that the first of its layers does not have.
+    """Catches a weight gathered again for a bias that the first of its layers does not have.
 
-    The weight stays from one end to the other, or not.
+    With one block in between the weight stays from the embedding to the head, with three it does
+    not.
     """
     head = Block("head", (Use("head", "embedding", bias="head.bias"),))
     chunks = ((EMBEDDING, *(block(name, ("w1",)) for name in "abc"[:between]), head),)
@@ -131,13 +132,13 @@ def test_the_bias_of_a_tied_head_is_gathered_with_the_weight(between: int) -> No
 
 
 def test_a_step_without_weights_or_work_has_an_empty_plan() -> None:
-    """Catches: a first unit taken for granted."""
+    """Catches code that assumes a first unit."""
     assert planned((), "") == ["start:"]
     assert planned(((Block("a", (Use("attn"),)),),), "F0 B0") == ["start:", "F0 a.attn:"]
 
 
-def test_a_plan_is_made_once_and_can_be_a_key() -> None:
-    """Catches: a list or dict in the plan, and planning again at every step."""
+def test_a_plan_is_cached_and_hashable() -> None:
+    """Catches a list or dict in the plan, and a new plan at every step."""
     arguments = decoder(3), sequential_actions(2), Prefetch()
     first = plan(*arguments)
     assert plan(*arguments) is first

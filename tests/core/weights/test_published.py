@@ -1,4 +1,4 @@
-"""Gathers of weights that the optimizer is still publishing."""
+"""Gathers of weights that the optimizer is still sending."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ LATENCY_SECONDS = 0.02
 
 
 def published_run(rank: int, *, latency: float, ask: bool, steps: int = 3) -> list[float]:
-    """Outputs of a net whose updated weights take `latency` to be published by the optimizer."""
+    """Return outputs of a net whose updated weights the optimizer publishes after `latency`."""
     mesh = Mesh(topology(4, weight=2), rank)
     zero1, weight = mesh[Axis.ZERO1], mesh[Axis.WEIGHT]
     assert zero1.size == 2
@@ -65,7 +65,7 @@ def published_runs(rank: int) -> tuple[list[float], list[float], list[float]]:
 
 
 def test_gathers_wait_until_the_weights_are_published() -> None:
-    """Catches a prefetch of what the optimizer has not published; without asking, bits differ."""
+    """Catches a prefetch of unpublished weights; without the prerequisite, bits differ."""
     for prompt, late, careless in run_ranks(4, published_runs):
         assert late == prompt
         assert careless != prompt

@@ -1,4 +1,4 @@
-"""Gather buffers in memory of the process group's own (`parallel.weight.nccl_ub`)."""
+"""Gather buffers in memory registered with NCCL (`parallel.weight.nccl_ub`)."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ KEY = "parallel.weight.nccl_ub"
 
 
 class _Backend:
-    """Stands in for NCCL's, which makes memory that it has registered."""
+    """A stand-in for NCCL's backend, which allocates registered memory."""
 
     def __init__(self, real: Any, *, supports: bool) -> None:
         self.real, self.supports = real, supports
@@ -73,12 +73,12 @@ def _trained(rank: int) -> None:
 
 
 def test_weights_are_gathered_into_registered_buffers() -> None:
-    """Catches a buffer of the usual memory among them, and another result."""
+    """Catches an ordinary buffer among them, and another result."""
     run_ranks(2, _trained)
 
 
-def test_what_cannot_be_registered_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches a key that is silently ignored, or an error of torch's in the middle of a step."""
+def test_registered_buffers_are_refused_where_unsupported(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a key that is silently ignored, and torch's error in the middle of a step."""
     for name in ALLOCATOR_VARIABLES:
         monkeypatch.delenv(name, raising=False)
     check_registers(KEY, "cuda")

@@ -1,6 +1,6 @@
 """Several communicators in one process, and one without weights.
 
-D model size; see `tests.core.weights.test_parameters`, whose models these are.
+D model size; see `tests.core.weights.test_parameters` for the models.
 """
 
 from __future__ import annotations
@@ -21,7 +21,9 @@ from tests.toolkit import blocks_of
 
 
 class Experts(nn.Module):
-    """A dense layer, an expert and a dense layer, the expert's weights on another communicator."""
+    """Two dense layers with an expert in between; the expert's weights have another
+    communicator.
+    """
 
     def __init__(self, dense: RankLayers, expert: RankLayers) -> None:
         super().__init__()
@@ -60,7 +62,7 @@ def run_experts(bench: Bench, announced: bool) -> None:
                 expected.square().sum().backward()
             found = model(batches[rank].detach())
             found.square().sum().backward()
-            if rank == 1:  # the last that was computed plainly
+            if rank == 1:  # the last plain computation
                 torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
         wrapper.finish()
         for communicator in (dense, expert):
@@ -82,7 +84,8 @@ def run_several(rank: int) -> None:
         run_experts(bench, announced)
 
 
-def test_several_communicators() -> None:
-    """Catches a wrapper's call that reaches one communicator only, and state shared between the
-    communicators of a process."""
+def test_several_communicators_are_independent() -> None:
+    """Catches a wrapper's call that reaches only one communicator, and state shared between
+    communicators of a process.
+    """
     run_ranks(2, run_several)

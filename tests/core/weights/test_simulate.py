@@ -1,4 +1,4 @@
-"""The simulation finds whatever is wrong with a plan."""
+"""The simulation finds every error in a plan."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ every_plan = pytest.mark.parametrize("unit", list(OverlapUnit))
 every_case = pytest.mark.parametrize(("chunks", "order"), CASES)
 
 Slots = list[list[WeightOp]]
-"""The acts of a plan in order of place: start, then before and after each step."""
+"""The operations of a plan in order: start, then before and after each entry."""
 
 
 def slots(made: PrefetchPlan) -> Slots:
@@ -50,10 +50,10 @@ def made_for(chunks: Chunks, order: tuple[Action, ...], unit: OverlapUnit) -> Pr
 
 @every_plan
 @every_case
-def test_a_missing_act_is_found(
+def test_a_missing_operation_is_found(
     chunks: Chunks, order: tuple[Action, ...], unit: OverlapUnit
 ) -> None:
-    """Catches: a simulation that does not miss a gather, a wait or a free."""
+    """Catches a simulation that does not notice a missing gather, wait or free."""
     made = made_for(chunks, order, unit)
     for s, i, _ in edits(slots(made)):
         acts = slots(made)
@@ -64,10 +64,10 @@ def test_a_missing_act_is_found(
 
 @every_plan
 @every_case
-def test_steps_that_are_not_those_of_the_trace_are_found(
+def test_entries_that_differ_from_the_step_are_found(
     chunks: Chunks, order: tuple[Action, ...], unit: OverlapUnit
 ) -> None:
-    """Catches: a plan for another model or another order of work."""
+    """Catches a plan for another model or another order of work."""
     made = made_for(chunks, order, unit)
     steps = made.entries
     wrong: list[tuple[PlanEntry, ...]] = [
@@ -107,10 +107,10 @@ FREE_C = WeightOp(WeightOpKind.FREE, "c.w1")
         ),
     ],
 )
-def test_what_is_wrong_is_said_with_its_place(
+def test_an_error_names_its_position_in_the_plan(
     slot: int, acts: list[WeightOp], message: str
 ) -> None:
-    """Catches: a failure that does not say where."""
+    """Catches a failure that does not say where it occurs."""
     made = plan(CHUNKS, ORDER, Prefetch())
     changed = slots(made)
     changed[slot] = acts

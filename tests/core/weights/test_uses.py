@@ -1,4 +1,4 @@
-"""The trace: what a step uses, before any weight is planned."""
+"""The sequence of uses in a step, before any weight is planned."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ def used(chunks: tuple[tuple[Block, ...], ...], order: str) -> list[str]:
     ]
 
 
-def test_a_step_goes_forward_then_recomputes_and_goes_back_block_by_block() -> None:
-    """Catches a wrong order, a use of `attn` in backward, an embedding read in backward."""
+def test_backward_recomputes_block_by_block() -> None:
+    """Catches a wrong order, a use of `attn` in backward, and an embedding read in backward."""
     chunks = ((EMBEDDING, block("a", ("wqkv", "attn", "wo"), recomputed=True), HEAD),)
     assert used(chunks, "F0 B0") == [
         "forward embedding reads embedding",
@@ -48,8 +48,8 @@ def test_recompute_and_backward_are_one_span() -> None:
     assert [len(span.sites) for span in spans] == [5, 5 + 4]
 
 
-def test_inputs_that_are_not_kept_are_computed_first() -> None:
-    """Catches a block computed again twice, in disorder, or for the last of its segment."""
+def test_missing_inputs_are_recomputed_first() -> None:
+    """Catches a block recomputed twice, out of order, or needlessly as the last of its segment."""
     names = "abcde"
     kept = inputs_kept((True,) * 4 + (False,), segment=3)
     assert kept == (True, False, False, True, True)
@@ -71,8 +71,8 @@ def test_inputs_that_are_not_kept_are_computed_first() -> None:
     assert inputs_kept((True,) * 3, segment=0) == (True,) * 3
 
 
-def test_selective_recompute_goes_through_one_part_after_the_other() -> None:
-    """Catches a recompute that waits for a site which never comes, or comes after a backward."""
+def test_selective_recompute_precedes_the_backward_of_each_part() -> None:
+    """Catches a recomputation expected at a use that it skips, or expected after a backward."""
     kept = Use("attn", in_recompute=False)
     chunks = ((Block("a", (Use("wqkv", "q"), kept, Use("wo", "o")), recomputed=True),),)
     assert used(chunks, "F0 B0")[3:] == [
@@ -83,8 +83,8 @@ def test_selective_recompute_goes_through_one_part_after_the_other() -> None:
     ]
 
 
-def test_the_other_half_of_a_split_backward_visits_no_weight() -> None:
-    """Catches weights gathered for weight gradients, which need activations alone."""
+def test_the_weight_gradient_half_of_a_backward_reads_no_weight() -> None:
+    """Catches weights gathered for weight gradients, which only need activations."""
     chunks = ((block("a"), block("b")),)
     split = actions("F0 F1 B0 B1 W0 W1")
     assert step_spans(chunks, split) == step_spans(chunks, split[:4])
@@ -101,13 +101,13 @@ def test_the_other_half_of_a_split_backward_visits_no_weight() -> None:
     ],
 )
 def test_an_impossible_order_of_work_is_refused(order: str, message: str) -> None:
-    """Catches a schedule handed over with an action missing or doubled."""
+    """Catches a schedule with an action missing or doubled."""
     with pytest.raises(AssertionError, match=message):
         step_spans(((HEAD,),), actions(order))
 
 
 def test_actions_print_as_they_are_written() -> None:
-    """Catches names in the grid that do not say which chunk."""
+    """Catches names in the table that do not say which chunk they belong to."""
     assert " ".join(map(str, actions("F0 F1.2 B0 W0"))) == "F0 F1.2 B0 W0"
     assert sequential_actions(2) == actions("F0 B0 F1 B1")
     assert sequential_actions(2, training=False) == actions("F0 F1")
@@ -117,14 +117,16 @@ def test_actions_print_as_they_are_written() -> None:
     ("num_layers", "fraction", "count"),
     [(8, 0, 0), (8, 0.25, 2), (8, 0.5, 4), (8, 1, 8), (5, 0.5, 3), (3, 0.01, 1), (100, 0.07, 7)],
 )
-def test_the_first_layers_are_recomputed(num_layers: int, fraction: float, count: int) -> None:
-    """Catches rounding down, and 0.07 * 100 taken as a little more than 7."""
+def test_a_fraction_rounds_up_to_the_first_layers(
+    num_layers: int, fraction: float, count: int
+) -> None:
+    """Catches rounding down, and 0.07 * 100 taken as slightly more than 7."""
     expected = (True,) * count + (False,) * (num_layers - count)
     assert recomputed_blocks(num_layers, fraction) == expected
 
 
 @pytest.mark.parametrize("fraction", [-0.1, 1.1, float("nan")])
 def test_a_fraction_outside_of_0_to_1_is_refused(fraction: float) -> None:
-    """Catches a percentage written for a fraction."""
+    """Catches a percentage passed as a fraction."""
     with pytest.raises(ValueError, match=r"model\.checkpoint=.* must be between 0"):
         recomputed_blocks(8, fraction)

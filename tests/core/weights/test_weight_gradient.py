@@ -20,8 +20,10 @@ def _factors(dtype: torch.dtype, device: str = "cpu") -> tuple[Tensor, Tensor]:
 
 @pytest.mark.parametrize("factors", [NARROW, torch.float32, torch.float64])
 @pytest.mark.parametrize("add", [False, True])
-def test_a_product_is_given_written_or_added(factors: torch.dtype, add: bool) -> None:
-    """Catches what was there before showing through, or lost, and a sum rounded as factors are."""
+def test_a_product_is_returned_written_or_added(factors: torch.dtype, add: bool) -> None:
+    """Catches previous contents that remain or are lost, and a sum rounded to the factors'
+    dtype.
+    """
     dy, x = _factors(factors)
     own = dy.T @ x
     assert torch.equal(weight_gradient(dy, x), own)
@@ -36,10 +38,10 @@ def test_a_product_is_given_written_or_added(factors: torch.dtype, add: bool) ->
     )
 
 
-def test_narrow_factors_make_wide_sums_in_one_operator() -> None:
-    """Catches a dW made beside the sum, and arguments that torch's operators do not take.
+def test_bfloat16_factors_are_accumulated_in_float32_by_one_operator() -> None:
+    """Catches a separate dW before the sum, and arguments that torch's operators reject.
 
-    On meta, which stands for CUDA.
+    Runs on meta, which stands in for CUDA.
     """
     dy, x = _factors(NARROW, "meta")
     into = torch.empty(O, I, device="meta")
@@ -53,8 +55,10 @@ def test_narrow_factors_make_wide_sums_in_one_operator() -> None:
 
 
 @pytest.mark.gpu
-def test_wide_sums_on_a_device() -> None:
-    """Catches sums of narrow factors that are rounded on CUDA, or not added to what was there."""
+def test_float32_sums_on_a_device_equal_those_on_cpu() -> None:
+    """Catches sums of bfloat16 factors that are rounded on CUDA, or overwrite the previous
+    contents.
+    """
     dy, x = _factors(NARROW, "cuda")
     expected = dy.double().T @ x.double()
     into = torch.full((O, I), torch.nan, device="cuda")

@@ -1,4 +1,4 @@
-"""Frozen weights, and adapters that PEFT has put on, on 4 ranks against plain loops."""
+"""Frozen weights, and adapters of PEFT, on 4 ranks against plain loops."""
 
 from __future__ import annotations
 
@@ -61,14 +61,14 @@ def _train(rank: int, case: tuple[nn.Module, JobConfig, list[Rows], Path]) -> An
 
 
 def _together(label: str) -> Iterator[str]:
-    """The parameters whose gradients a transfer carries: `q+k.weight.grad` those of two."""
+    """Yield the parameters whose gradients a transfer contains: two for `q+k.weight.grad`."""
     parent, linears, local, _ = label.rsplit(".", 3)
     yield from (f"{parent}.{linear}.{local}" for linear in linears.split("+"))
 
 
-def test_what_is_frozen_stays_and_the_rest_trains_as_in_a_plain_loop(tmp_path: Path) -> None:
-    """Catches adapters that each rank trains for itself; frozen weights that decay, or whose
-    gradients travel; a folder that PEFT cannot load, or one with the whole model.
+def test_frozen_weights_stay_and_the_rest_trains_as_in_a_plain_loop(tmp_path: Path) -> None:
+    """Catches adapters that each rank trains alone; frozen weights that decay, or whose gradients
+    are reduced; a folder that PEFT cannot load, and one that contains the whole model.
     """
     from peft import PeftModel
     from safetensors.torch import load_file
@@ -127,8 +127,8 @@ EXPERT_DATA = [packed_rows(4, 24, [[24], [10, 1, 13], [3, 21], [24]], seed) for 
 
 
 def test_adapters_of_experts_train_and_merge_as_in_peft() -> None:
-    """Catches factors that are added to a shard, gradients of one rank, and one of two that is not
-    merged, or of two adapters that is not added.
+    """Catches factors added to a shard, gradients of one rank only, one of two adapters that is not
+    merged, and one of two that is not added.
     """
     expected = trained_plainly(_of_experts(), EXPERT_DATA)
     plain = _of_experts()
@@ -145,7 +145,7 @@ def test_adapters_of_experts_train_and_merge_as_in_peft() -> None:
 
 
 def _renamed(on_experts: bool) -> Any:
-    """A model that folders name otherwise, and whose experts they have one by one."""
+    """Return a model whose names in a folder differ, and whose folder stores experts one by one."""
     from peft import LoraConfig, get_peft_model
 
     names = ["experts.gate_up_proj", "experts.down_proj"] if on_experts else None
@@ -155,7 +155,7 @@ def _renamed(on_experts: bool) -> Any:
 
 
 def _named(rank: int, on_experts: bool) -> list[str]:
-    """The weights that differ from the state dict of the model by name or value."""
+    """Return the weights that differ by name or value from the model's state dict."""
     model = _renamed(on_experts)
     before = {name: weight.clone() for name, weight in model.state_dict().items()}
     found = dict(isp.parallelize(model, job(2, 2)).named_weights())
@@ -163,14 +163,16 @@ def _named(rank: int, on_experts: bool) -> list[str]:
     return sorted((before.keys() | found.keys()) - set(same))
 
 
-def test_weights_beside_adapters_have_the_names_of_peft() -> None:
-    """Catches names of a folder, with experts one by one, among those of the adapted model."""
+def test_weights_of_a_model_with_adapters_have_the_names_of_peft() -> None:
+    """Catches names of the folder's format, with experts one by one, among those of the adapted
+    model.
+    """
     cases = {"attention": False, "attention and experts": True}
     assert run_each(2, _named, cases) == {name: [[], []] for name in cases}
 
 
-def test_adapters_of_experts_add_what_they_add_in_peft() -> None:
-    """Catches adapters that are added where they are turned off, or twice where they are merged."""
+def test_adapters_of_experts_compute_as_in_peft() -> None:
+    """Catches adapters that still apply when switched off, or apply twice when merged."""
     models = _of_experts(), _of_experts()
     pass_factors(models[1])
     ids, found = EXPERT_DATA[0].input_ids, list[list[Tensor]]()

@@ -1,4 +1,4 @@
-"""Folders quantised as on the hub, read as transformers reads them, and by slices."""
+"""Folders quantized as on the hub, read as transformers reads them, and by slices."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ MXFP4 = {"quant_method": "mxfp4"}
 
 
 def _in_fp8(weight: Tensor, size: list[int]) -> dict[str, Tensor]:
-    """Each block divided by its largest number, as DeepSeek's files have them."""
+    """Return each block divided by its largest value, in the format of DeepSeek's files."""
     a, b = size
     rows, columns = (-(-n // of) for n, of in zip(weight.shape, size, strict=True))
     scales = torch.empty(rows, columns)
@@ -38,7 +38,7 @@ def _in_fp8(weight: Tensor, size: list[int]) -> dict[str, Tensor]:
 
 
 def _in_mxfp4(weight: Tensor) -> dict[str, Tensor]:
-    """Any bits: [E, K, N] as [E, N, K / 32, 16] bytes and [E, N, K / 32] exponents."""
+    """Return random bits for [E, K, N]: [E, N, K / 32, 16] bytes and [E, N, K / 32] exponents."""
     experts, columns, rows = weight.shape
     generator = torch.Generator().manual_seed(columns)
     shape = experts, rows, columns // 32
@@ -49,7 +49,7 @@ def _in_mxfp4(weight: Tensor) -> dict[str, Tensor]:
     }
 
 
-def _quantise(folder: Path, quantisation: dict[str, Any]) -> None:
+def _quantize(folder: Path, quantisation: dict[str, Any]) -> None:
     file, config = folder / "model.safetensors", folder / "config.json"
     found: dict[str, Tensor] = {}
     for name, weight in load_file(file).items():
@@ -71,12 +71,14 @@ KINDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_ranks_read_what_transformers_dequantises(tmp_path: Path, kind: str) -> None:
-    """Catches factors of other blocks, numbers in another order, and a slice that begins at 0."""
+def test_ranks_read_the_values_that_transformers_dequantizes(tmp_path: Path, kind: str) -> None:
+    """Catches scales of other blocks, values in another order, and slices that always begin
+    at 0.
+    """
     quantisation, sizes = KINDS[kind]
     folder = write_folder(tmp_path, kind, **sizes)
     before = load_file(folder / "model.safetensors").keys()
-    _quantise(folder, quantisation)
+    _quantize(folder, quantisation)
     expected = state(folder)
     found = whole(run_ranks(4, parts_of, folder, 4))
     assert found.keys() == expected.keys()
@@ -88,8 +90,8 @@ def test_ranks_read_what_transformers_dequantises(tmp_path: Path, kind: str) -> 
 
 
 @pytest.mark.parametrize("dim", [0, 1])
-def test_blocks_that_end_early_are_read_by_slices(tmp_path: Path, dim: int) -> None:
-    """Catches blocks counted from a slice's own beginning, and a last one that is not whole."""
+def test_incomplete_blocks_are_read_by_slices(tmp_path: Path, dim: int) -> None:
+    """Catches blocks counted from the start of a slice, and an incomplete last block."""
     weight = torch.randn(40, 28)
     parts = {f"w{end}": part for end, part in _in_fp8(weight, [16, 8]).items()}
     save_file(parts, tmp_path / "model.safetensors")

@@ -21,8 +21,8 @@ KINDS = "mixtral qwen3_moe gpt_oss deepseek_v2 qwen3_next minimax gpt2 gpt_neox 
 
 
 @pytest.mark.parametrize("kind", KINDS.split())
-def test_names_and_pieces_are_those_of_save_pretrained(tmp_path: Path, kind: str) -> None:
-    """Catches experts under the names that they have in memory, which vLLM does not load."""
+def test_an_export_has_the_names_and_shards_of_save_pretrained(tmp_path: Path, kind: str) -> None:
+    """Catches experts under their names in memory, which vLLM does not load."""
     model = transformers.AutoModelForCausalLM.from_config(tiny_config(config_of(kind)))
     model.save_pretrained(tmp_path)
     weights = dict(model.named_parameters())
@@ -34,8 +34,8 @@ def test_names_and_pieces_are_those_of_save_pretrained(tmp_path: Path, kind: str
         assert torch.equal(found[name], tensor), name
 
 
-def test_a_trained_folder_is_a_folder_again(tmp_path: Path) -> None:
-    """Buffers that are left behind, and weights of before training."""
+def test_a_trained_checkpoint_exports_all_weights_and_buffers(tmp_path: Path) -> None:
+    """Catches buffers that are left out, and weights from before training."""
     source = write_folder(tmp_path / "model", "deepseek_v3")
     file = source / "model.safetensors"
     before = load_file(file)

@@ -1,4 +1,4 @@
-"""Folders and keys beside `model.hf` that are refused, before any rank starts, in which words."""
+"""Folders of `model.hf`, and keys that do not go with them, refused before any rank starts."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ ISP_2 = "--parallel.tensor.size=2"
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A small llama with its weights."""
+    """Return a folder with a small Llama and its weights."""
     return write_folder(tmp_path / "model", "llama")
 
 
@@ -43,7 +43,7 @@ def change(folder: Path, **values: Any) -> None:
 
 
 def change_weights(folder: Path, **tensors: torch.Tensor | None) -> None:
-    """Add or replace tensors, or (None) take them away; names have _ for dots."""
+    """Add or replace tensors, or remove those that are None; names have _ in place of dots."""
     found = load_file(folder / WEIGHTS)
     for name, tensor in tensors.items():
         full = name.replace("__", ".")
@@ -55,7 +55,7 @@ def change_weights(folder: Path, **tensors: torch.Tensor | None) -> None:
 
 @pytest.mark.parametrize("of_decoder", [True, False])
 def test_sizes_come_from_the_folder_and_are_printed(folder: Path, of_decoder: bool) -> None:
-    """Catches sizes of the defaults, and a printed configuration that is refused when read."""
+    """Catches default sizes, and a printed configuration that is refused when it is read."""
     config = config_of(folder)
     model = config.model
     assert (model.vocab_size, model.hidden_size, model.num_layers) == (272, 32, 2)
@@ -83,7 +83,7 @@ def test_sizes_come_from_the_folder_and_are_printed(folder: Path, of_decoder: bo
 def test_keys_that_do_not_go_with_a_folder_are_named(
     folder: Path, words: list[str], message: str
 ) -> None:
-    """Catches a key that is silently ignored, or that breaks a rank."""
+    """Catches a key that is silently ignored, or that makes a rank fail."""
     assert message in faults_of(write_job(folder.parent, folder), *words)
 
 
@@ -102,10 +102,10 @@ def test_keys_that_do_not_go_with_a_folder_are_named(
         ),
     ],
 )
-def test_what_isp_cannot_compute_is_named(
+def test_unsupported_options_of_a_folder_are_named(
     folder: Path, values: dict[str, Any], message: str
 ) -> None:
-    """Catches a model that trains, but as another one."""
+    """Catches a model that is trained as another model."""
     change(folder, **values)
     assert message in faults_of(write_job(folder.parent, folder), ISP_2)
     if "dynamic" in message:  # one rank has the whole row
@@ -113,7 +113,7 @@ def test_what_isp_cannot_compute_is_named(
 
 
 def test_a_folder_without_a_configuration_is_named(tmp_path: Path) -> None:
-    """Catches a traceback about a file for a folder that is none of a model."""
+    """Catches a traceback about a file where the folder is not a model."""
     for text, message in (
         (None, "has no config.json"),
         ("{", "is damaged"),
@@ -146,7 +146,7 @@ def test_weights_of_another_model_are_named(folder: Path, message: str) -> None:
 
 
 def test_damaged_and_foreign_files_are_named(folder: Path) -> None:
-    """Catches random weights where a file is cut short, or in a format that is not read."""
+    """Catches random weights where a file is truncated or has an unsupported format."""
     config, file = config_of(folder), folder / WEIGHTS
     file.write_bytes(file.read_bytes()[:-100])
     with pytest.raises(ValueError, match=r"model\.safetensors is damaged or cut short"):
@@ -157,8 +157,8 @@ def test_damaged_and_foreign_files_are_named(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, torch.float8_e4m3fn])
-def test_weights_of_a_quantized_dtype_are_refused(folder: Path, dtype: torch.dtype) -> None:
-    """Catches whole numbers, whose scales are elsewhere or nowhere, that train as weights."""
+def test_weights_of_an_integer_dtype_are_refused(folder: Path, dtype: torch.dtype) -> None:
+    """Catches integers, whose scales are missing or in another file, trained as weights."""
     change_weights(folder, model__norm__weight=torch.ones(32).to(dtype))
     with pytest.raises(ValueError, match=r"model\.norm\.weight in .* as quantized weights do"):
         _ = trained_model(config_of(folder))
@@ -175,7 +175,7 @@ INDEXES = {
 
 @pytest.mark.parametrize("message", INDEXES)
 def test_damaged_indexes_are_named(folder: Path, message: str) -> None:
-    """Catches a traceback, and a file that is read outside of the folder."""
+    """Catches a traceback, and an index that names a file outside of the folder."""
     config = config_of(folder)
     (folder / f"{WEIGHTS}.index.json").write_text(INDEXES[message])
     with pytest.raises(ValueError, match=r"index\.json is damaged: ") as refused:
@@ -183,8 +183,8 @@ def test_damaged_indexes_are_named(folder: Path, message: str) -> None:
     assert message in str(refused.value)
 
 
-def test_models_that_cannot_be_made_or_driven_are_named(folder: Path) -> None:
-    """Catches a traceback of transformers', its question whether to run code, and dropout."""
+def test_models_that_cannot_be_built_or_trained_are_named(folder: Path) -> None:
+    """Catches transformers' traceback, its question whether to run remote code, and dropout."""
     change(folder, model_type="unheard_of")
     with pytest.raises(
         ValueError, match=r"model\.hf=.*cannot build a causal language model from it"
@@ -214,9 +214,7 @@ NAMES_A_KERNEL = {
 
 @pytest.mark.parametrize("kind", ["llama", "gemma3"])
 @pytest.mark.parametrize("named", NAMES_A_KERNEL)
-def test_a_folder_does_not_choose_the_code_that_computes(
-    tmp_path: Path, kind: str, named: str
-) -> None:
+def test_a_folder_cannot_select_kernels_of_the_hub(tmp_path: Path, kind: str, named: str) -> None:
     """Catches a kernel that is downloaded from the hub, and run, because config.json names it."""
     changes = NAMES_A_KERNEL[named]
     if kind == "llama":
@@ -238,13 +236,13 @@ def test_a_folder_does_not_choose_the_code_that_computes(
 
 
 def test_a_vocabulary_that_is_too_small_is_named(folder: Path) -> None:
-    """Catches a check by the default vocabulary in place of the folder's."""
+    """Catches a check against the default vocabulary instead of the folder's."""
     change(folder, vocab_size=200)
     with pytest.raises(ValueError, match=r"model\.vocab_size=200 is smaller than the 257 entries"):
         check_data(config_of(folder))
 
 
-def test_missing_packages_are_named_with_the_way_out(
+def test_missing_packages_are_named_with_how_to_install_them(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Catches an ImportError on every rank."""
@@ -257,8 +255,8 @@ def test_missing_packages_are_named_with_the_way_out(
         _ = trained_model(config)
 
 
-def test_the_command_line_tells_a_fault_in_one_line(folder: Path) -> None:
-    """Catches a traceback, and a process group that starts for nothing."""
+def test_the_command_line_reports_a_fault_in_one_line(folder: Path) -> None:
+    """Catches a traceback, and a process group that starts in vain."""
     change_weights(folder, model__norm__weight=None)
     (said,) = run_isp(1, "train", str(write_job(folder.parent, folder)))
     assert said.code != 0
@@ -281,15 +279,15 @@ def test_the_command_line_tells_a_fault_in_one_line(folder: Path) -> None:
 def test_rows_beyond_a_table_of_positions_are_refused(
     tmp_path: Path, kind: str, sizes: dict[str, Any]
 ) -> None:
-    """Catches an IndexError in a rank, and a table of kinds of tokens that is taken for one."""
+    """Catches an IndexError on a rank, and a table of token types taken for one of positions."""
     folder = write_folder(tmp_path / "model", kind, weights=False, **sizes)
     check_models(config_of(folder, "--data.seq_len=128"))
     with pytest.raises(ValueError, match=r"data\.seq_len=129 is longer .* use at most 128"):
         check_models(config_of(folder, "--data.seq_len=129"))
 
 
-def test_rows_at_whose_length_a_model_does_something_else_are_refused(tmp_path: Path) -> None:
-    """Catches a table that grows with a rank's tokens, and is looked up at a row's positions."""
+def test_rows_at_whose_length_a_model_computes_differently_are_refused(tmp_path: Path) -> None:
+    """Catches a table sized by a rank's tokens but indexed by positions in the row."""
     sizes = {"d_model": 32, "ffn_dim": 48, "num_layers": 1, "attention_heads": 4}
     off = dict.fromkeys(("dropout", "attention_dropout", "activation_dropout", "layerdrop"), 0.0)
     folder = write_folder(tmp_path / "model", "xglm", weights=False, **sizes, **off)
@@ -307,7 +305,7 @@ def test_commands_say_which_packages_a_folder_needs(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Catches a traceback of an import where the extra for folders is not installed."""
+    """Catches an import traceback where the extra for folders is not installed."""
     folder, found = write_folder(tmp_path / "llama", "llama"), importlib.util.find_spec
     monkeypatch.setattr(
         importlib.util, "find_spec", lambda name: None if name == "transformers" else found(name)

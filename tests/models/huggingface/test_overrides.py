@@ -1,4 +1,4 @@
-"""`model.hf_overrides`: a folder's config.json with other values, in each command."""
+"""`model.hf_overrides`, which changes values of a folder's config.json, in each command."""
 
 from __future__ import annotations
 
@@ -112,8 +112,8 @@ EARLIER = {"rope_scaling": {"rope_type": "linear", "factor": 8.0}, "max_position
 def test_overrides_are_merged_into_files_of_old_and_new_forms(
     file: dict[str, Any], overrides: dict[str, Any], rope: dict[str, Any], tmp_path: Path
 ) -> None:
-    """Catches a base, or positions of a kind of layers, that are lost, and an export that says
-    other than what was trained.
+    """Catches a lost rope base or positions of one layer type, and an export that does not say what
+    was trained.
     """
     folder = _described(tmp_path / "model", **file)
     config = overridden_config(folder, overrides)
@@ -135,8 +135,8 @@ def _plain(rope: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def test_a_run_with_overrides_is_one_of_a_changed_folder(tmp_path: Path) -> None:
-    """Catches overrides that a command does not read, to the last digit, and a resume without."""
+def test_a_run_with_overrides_equals_one_of_a_changed_folder(tmp_path: Path) -> None:
+    """Catches overrides that a command ignores, in any digit, and a resume without them."""
     folder = write_folder(tmp_path / "model", "llama")
     changed = write_folder(tmp_path / "changed", "llama")
     file = json.loads((folder / "config.json").read_text())
@@ -183,8 +183,8 @@ def _change(job: Path, overrides: dict[str, Any] | None) -> None:
     job.write_text(yaml.safe_dump(values))
 
 
-def test_commands_take_overrides(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Catches a command that reads config.json as it is, or a form of the key that is refused."""
+def test_commands_apply_overrides(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Catches a command that reads config.json unchanged, and a form of the key that is refused."""
     folder = write_folder(tmp_path / "model", "llama")
     job = write_job(tmp_path, folder)
     words = ["--model.hf_overrides.max_position_embeddings", "512"]
@@ -214,10 +214,10 @@ def test_commands_take_overrides(tmp_path: Path, capsys: pytest.CaptureFixture[s
         assert "model.hf_overrides.hidden_size=48: model.embed_tokens" in capsys.readouterr().err
 
 
-def test_an_adapter_says_what_its_base_model_needs(
+def test_an_exported_adapter_records_the_overrides_of_its_base(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Catches an adapter that PEFT puts on a model with other positions, in silence."""
+    """Catches an adapter that PEFT silently adds to a model with other positions."""
     job = write_job(tmp_path, write_folder(tmp_path / "model", "llama"))
     words = ["--training.steps=1", "--model.adapter.r=2"]
     run_forked(job, *words, "--model.hf_overrides.rope_parameters.rope_theta=7", num_ranks=1)
@@ -237,20 +237,18 @@ def test_an_adapter_says_what_its_base_model_needs(
         ({"rope_scaling": {"type": "longrope", "long_factor": [1.0, 2.0]}}, 64),
     ],
 )
-def test_rows_beyond_the_positions_of_a_folder_are_told(
+def test_rows_beyond_the_positions_of_a_folder_give_a_warning(
     rope: dict[str, Any], trained: int, tmp_path: Path
 ) -> None:
-    """Catches a model that is trained at positions that it does not know, silently, and a warning
-    for nothing.
-    """
+    """Catches silent training at positions that the model has not seen, and a needless warning."""
     values = {"model_type": "llama", "max_position_embeddings": 64, **rope}
     folder = str(_described(tmp_path / "model", **values))
     assert beyond_positions(folder, None, trained) == ""
     assert f"beyond the {trained} that" in beyond_positions(folder, None, trained + 1)
 
 
-def test_a_warning_of_long_rows_knows_overrides(tmp_path: Path) -> None:
-    """Catches a warning of positions that the user has extended."""
+def test_the_warning_for_long_rows_respects_overrides(tmp_path: Path) -> None:
+    """Catches a warning about positions that the user has extended."""
     folder = str(_described(tmp_path / "model", model_type="llama", max_position_embeddings=64))
     longer = {"rope_scaling": YARN}
     assert "beyond the 256" in beyond_positions(folder, longer, 300)
@@ -276,8 +274,8 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("overrides", REFUSED)
-def test_what_does_not_fit_is_refused(overrides: str, tmp_path: Path) -> None:
-    """Catches overrides that transformers passes over in silence."""
+def test_overrides_that_do_not_fit_are_refused(overrides: str, tmp_path: Path) -> None:
+    """Catches overrides that transformers silently ignores."""
     folder = write_folder(tmp_path / "model", "llama", weights=False)
     job = write_job(tmp_path, folder)
     with pytest.raises(ConfigError, match=f"model.hf_overrides.*{REFUSED[overrides]}") as caught:
@@ -285,8 +283,8 @@ def test_what_does_not_fit_is_refused(overrides: str, tmp_path: Path) -> None:
     assert "\n" not in str(caught.value)
 
 
-def test_a_value_without_effect_is_refused(tmp_path: Path) -> None:
-    """Catches a window that the class of transformers drops, since another key is false."""
+def test_an_override_without_effect_is_refused(tmp_path: Path) -> None:
+    """Catches a window that the transformers class drops because another key is false."""
     folder = _described(tmp_path / "model", model_type="qwen2_moe")
     with pytest.raises(OverrideError, match=r"sliding_window=5 has no effect: .* give"):
         overridden_config(folder, {"sliding_window": 5})
@@ -297,8 +295,8 @@ def test_a_value_without_effect_is_refused(tmp_path: Path) -> None:
         overridden_config(phi, {"rope_parameters": {"rope_type": "yarn", "factor": 4.0}})
 
 
-def test_windows_and_kinds_of_layers_agree(tmp_path: Path) -> None:
-    """Catches a window that no layer has, and layers whose window is taken away."""
+def test_windows_and_layer_types_must_agree(tmp_path: Path) -> None:
+    """Catches a window that no layer has, and layers that lose their window."""
     kinds = {"layer_types": ["full_attention"] * 2, "num_hidden_layers": 2}
     full = _described(tmp_path / "full", model_type="qwen2", **kinds)
     window = {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 0}
@@ -308,8 +306,8 @@ def test_windows_and_kinds_of_layers_agree(tmp_path: Path) -> None:
     assert overridden_config(full, {**window, **slides}).layer_types == slides["layer_types"]
 
 
-def test_a_text_model_whose_keys_are_at_the_top(tmp_path: Path) -> None:
-    """Catches keys of a file without a section for its text model, which would be lost."""
+def test_overrides_of_a_file_without_a_text_section_apply(tmp_path: Path) -> None:
+    """Catches keys lost because the text model has no section of its own in config.json."""
     values = {"hidden_size": 64, "rms_norm_eps": 1e-3, "rope_theta": 7e5}
     values["rope_scaling"] = {"type": "mrope", "mrope_section": [2, 3, 3]}
     folder = _described(tmp_path / "model", model_type="qwen2_vl", **values)
@@ -326,8 +324,8 @@ def test_a_text_model_whose_keys_are_at_the_top(tmp_path: Path) -> None:
         overridden_config(of_parts, {"tie_word_embeddings": False})
 
 
-def test_overrides_of_kinds_of_layers_name_a_kind(tmp_path: Path) -> None:
-    """Catches positions of a kind that the model does not have, which nothing would read."""
+def test_overrides_by_layer_type_must_name_an_existing_type(tmp_path: Path) -> None:
+    """Catches positions for a layer type that the model lacks, which nothing would read."""
     folder = _described(tmp_path / "model", model_type="gemma3_text")
     for rope in ({"factor": 2.0}, {"all": {"factor": 2.0}}):
         with pytest.raises(OverrideError, match=r"each kind .*: give a mapping for .*tion or .*"):
@@ -342,7 +340,9 @@ def test_overrides_of_kinds_of_layers_name_a_kind(tmp_path: Path) -> None:
         ({"num_hidden_layers": 1}, r"num_hidden_layers=1: model.layers.1.*would be absent"),
     ],
 )
-def test_weights_keep_their_shapes(overrides: dict[str, Any], words: str, tmp_path: Path) -> None:
+def test_overrides_may_not_change_the_shapes_of_weights(
+    overrides: dict[str, Any], words: str, tmp_path: Path
+) -> None:
     """Catches a model that the folder's weights do not fit, or only some of them."""
     folder = write_folder(tmp_path / "model", "llama", weights=False)
     model = ModelConfig(hf=str(folder), hf_overrides={"max_position_embeddings": 9, **overrides})
@@ -351,13 +351,13 @@ def test_weights_keep_their_shapes(overrides: dict[str, Any], words: str, tmp_pa
 
 
 def test_overrides_without_a_folder_are_refused() -> None:
-    """Catches overrides that change nothing."""
+    """Catches overrides without effect."""
     with pytest.raises(ValueError, match=r"model.hf_overrides=\{.*\} .* model.hf, which is not"):
         ModelConfig(hf_overrides={"max_position_embeddings": 9})
 
 
 def test_a_teacher_is_not_overridden(tmp_path: Path) -> None:
-    """Catches a teacher with the student's positions."""
+    """Catches a teacher with the positions of the student."""
     folder = write_folder(tmp_path / "model", "llama", weights=False)
     job = write_job(tmp_path, folder)
     values = yaml.safe_load(job.read_text())

@@ -1,4 +1,4 @@
-"""From a folder of transformers through training here to transformers again, in every digit."""
+"""From a folder of transformers through training and back to transformers, in every digit."""
 
 from __future__ import annotations
 
@@ -36,16 +36,18 @@ KINDS: dict[str, dict[str, Any]] = {
     },
 }
 PROMPT = torch.arange(100, 112)[None]
-"""More tokens than a window."""
+"""A prompt longer than the window."""
 NEW_TOKENS = 12
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_folder_comes_back_trained(tmp_path: Path, kind: str) -> None:
-    """Catches training that differs by layout, and an export of other weights or settings.
+def test_a_trained_folder_gives_the_same_logits_and_text_in_transformers(
+    tmp_path: Path, kind: str
+) -> None:
+    """Catches training that differs between layouts, and an export of other weights or settings.
 
-    In transformers the exported folder gives the logits, and token by token, with its
-    cache, the text that the trained weights give here.
+    In transformers the exported folder must give the logits of the trained weights and, token by
+    token with its cache, the text that they give in ISP.
     """
     source = write_folder(tmp_path / "model", kind, own_names=True, **KINDS[kind])
     steps = f"--training.steps={STEPS}", "--model.checkpoint=0"
@@ -81,9 +83,9 @@ def _load(record: StepRecord) -> tuple[float, int | None] | None:
 
 @torch.no_grad()
 def _greedy(source: Path, run: Path) -> tuple[Tensor, Tensor]:
-    """The likeliest text after `PROMPT` by the weights of `run`, and all logits of it.
+    """Return the greedy text after `PROMPT` by the weights of `run`, and all its logits.
 
-    Computed by the traced model of one process, from the beginning for each token.
+    The traced model computes it in one process, from the start for each token.
     """
     chunk = alone(folder_model(str(source), "float64"))
     weights = CheckpointWeights(run)
@@ -97,12 +99,12 @@ def _greedy(source: Path, run: Path) -> tuple[Tensor, Tensor]:
 
 
 def _logits(chunk: StageModule, tokens: Tensor) -> Tensor:
-    """[1, S] -> [1, S, V]."""
+    """Return logits [1, S, V] of tokens [1, S]."""
     return chunk.logits(chunk(tokens, torch.arange(tokens.shape[1])[None], None))
 
 
 def _loaded(folder: Path) -> Any:
-    """The model that transformers makes of a folder, all of it in float64."""
+    """Return the model that transformers loads from a folder, entirely in float64."""
     model: Any = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
     return kept_in_float64(model).eval()
 

@@ -1,4 +1,4 @@
-"""Folders of vision-language models: the text part trains, the tower comes back as it was."""
+"""Folders of vision-language models: the text part trains, and the vision tower stays unchanged."""
 
 from __future__ import annotations
 
@@ -112,7 +112,9 @@ LLAMA4 = pytest.param(
 
 
 def _write(folder: Path, kind: str) -> Path:
-    """A folder with a small model of this type, its tower in another dtype than is trained."""
+    """Write and return a folder of this model type, its tower in another dtype than the
+    training.
+    """
     config = transformers.AutoConfig.for_model(kind, **KINDS[kind])
     torch.manual_seed(4)
     model = transformers.AutoModelForImageTextToText.from_config(config, dtype=torch.bfloat16)
@@ -124,7 +126,7 @@ def _write(folder: Path, kind: str) -> Path:
 
 
 def _loaded(folder: Path) -> Any:
-    """The model that transformers makes of a folder, in float64."""
+    """Return the model that transformers makes of a folder, in float64."""
     kind = transformers.AutoModelForImageTextToText
     return kept_in_float64(kind.from_pretrained(folder, dtype=torch.float64))
 
@@ -133,7 +135,7 @@ def _loaded(folder: Path) -> Any:
     "kind",
     [LLAMA4 if kind == "llama4" else kind for kind in KINDS if kind in CONFIG_MAPPING_NAMES],
 )
-def test_the_text_part_computes_what_the_whole_does(tmp_path: Path, kind: str) -> None:
+def test_the_text_part_computes_as_the_whole_model(tmp_path: Path, kind: str) -> None:
     """Catches a text part that is another model, by its loss and every gradient."""
     folder = _write(tmp_path / "model", kind)
     built = build_model(
@@ -164,8 +166,8 @@ def test_the_text_part_computes_what_the_whole_does(tmp_path: Path, kind: str) -
 
 
 @pytest.mark.parametrize("kind", ["gemma3", LLAMA4])
-def test_a_trained_folder_has_its_tower_again(tmp_path: Path, kind: str) -> None:
-    """Catches a tower that is lost or changed, and text weights under names nobody loads."""
+def test_a_trained_folder_contains_the_unchanged_tower(tmp_path: Path, kind: str) -> None:
+    """Catches a tower that is lost or changed, and text weights under names that are not loaded."""
     source = _write(tmp_path / "model", kind)
     (source / "preprocessor_config.json").write_text("{}")
     config = write_job(tmp_path, source)
@@ -190,8 +192,10 @@ def test_a_trained_folder_has_its_tower_again(tmp_path: Path, kind: str) -> None
     assert len(text) > 10, "it was trained"
 
 
-def test_a_folder_is_checked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Catches a tower that is made, and a check of nothing."""
+def test_isp_check_accepts_a_vision_language_folder(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Catches a check that builds the tower, or that checks nothing."""
     transformers.AutoConfig.for_model("qwen3_vl", **KINDS["qwen3_vl"]).save_pretrained(tmp_path)
     assert main(["check", str(tmp_path), "--layouts", "2x2"]) == 0
     assert "the layout agrees" in capsys.readouterr().out
@@ -202,8 +206,10 @@ def _assert_close(found: Tensor | None, expected: Tensor) -> None:
     assert (found - expected).abs().max() <= 1e-9 * max(1e-6, expected.abs().max().item())
 
 
-def test_a_size_that_a_folder_leaves_out_is_that_of_its_type(tmp_path: Path) -> None:
-    """Catches a vocabulary of the model section's default: Gemma 3's folders do not name theirs."""
+def test_a_size_missing_in_a_folder_is_the_default_of_its_type(tmp_path: Path) -> None:
+    """Catches the default vocabulary of ISP's model section; Gemma 3's folders do not name
+    theirs.
+    """
     text = {"model_type": "gemma3_text", "hidden_size": 64, "num_hidden_layers": 2}
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "gemma3", "text_config": text}))
     found = with_sizes({"hf": str(tmp_path)}, {"vocab_size": 32000})
@@ -211,8 +217,8 @@ def test_a_size_that_a_folder_leaves_out_is_that_of_its_type(tmp_path: Path) -> 
     assert found["hidden_size"] == 64
 
 
-def test_the_tower_of_a_model_in_memory_is_left_alone() -> None:
-    """Catches weight decay of what no forward of tokens reads."""
+def test_the_tower_of_a_model_in_memory_is_not_trained() -> None:
+    """Catches weight decay of weights that no forward of tokens reads."""
     config = transformers.AutoConfig.for_model("gemma3", **KINDS["gemma3"])
     model = transformers.AutoModelForImageTextToText.from_config(config)
     run = isp.parallelize(model, job(dtype="float32", lr=0.1, weight_decay=0.5))

@@ -1,4 +1,4 @@
-"""Experts that are spread over ranks: their tokens travel, and nothing else changes."""
+"""Experts distributed over ranks: tokens are exchanged, and nothing else changes."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def _config(
 
 
 def _all_to_one() -> nn.Module:
-    """A model whose first layer sends every token to experts 1 and 2."""
+    """Return a model whose first layer routes every token to experts 1 and 2."""
     model = tiny("deepseek_v3", first_k_dense_replace=0)
     gate = model.model.layers[0].mlp.gate
     gate.e_score_correction_bias.copy_(torch.tensor([0.0, 9.0, 9.0, 0.0]))
@@ -65,7 +65,9 @@ def _all_to_one() -> nn.Module:
 
 
 def _only_experts_trained() -> nn.Module:
-    """A model in which no gradient enters the first experts' tokens, and some get none."""
+    """Return a model of which only experts train, so that the first layer's input needs no
+    gradient.
+    """
     model = tiny("gpt_oss", num_local_experts=8)
     model.requires_grad_(False)
     for layer in model.model.layers:
@@ -75,7 +77,7 @@ def _only_experts_trained() -> nn.Module:
 
 
 def _count_is_read() -> nn.Module:
-    """A model whose layers read how many experts there are, 3."""
+    """Return a model whose layers read the number of experts, 3."""
     model = tiny("qwen3_moe", num_experts=3)
     for layer in model.model.layers:
         layer.mlp.register_forward_pre_hook(lambda mlp, x: (x[0] * mlp.experts.num_experts / 3,))
@@ -83,7 +85,9 @@ def _count_is_read() -> nn.Module:
 
 
 def _computed_ahead() -> nn.Module:
-    """A model with shared experts behind the others, whose gradients hooks change."""
+    """Return a model with shared experts after the others, and hooks that change their
+    gradients.
+    """
     model = tiny("glm4_moe", first_k_dense_replace=0, num_hidden_layers=2)
     for layer in model.model.layers:
         layer.mlp.shared_experts.register_full_backward_hook(lambda _, dx, __: (2 * dx[0],))
@@ -125,9 +129,9 @@ def _train(rank: int, case: tuple[nn.Module, JobConfig, list[Rows]]) -> Trained:
 
 
 @pytest.mark.slow
-def test_spread_experts_train_as_in_a_plain_loop() -> None:
-    """Catches tokens that come to other experts or back in another order, weights and biases whose
-    gradients are lost or summed twice, ranks without tokens that the others wait for.
+def test_distributed_experts_train_as_in_a_plain_loop() -> None:
+    """Catches tokens sent to other experts or returned in another order, gradients of weights and
+    biases that are lost or summed twice, and ranks without tokens that make others hang.
     """
     data, models = _data(), {name: make() for name, make in _MODELS.items()}
     expected = {name: trained_plainly(model, data) for name, model in models.items()}
@@ -148,9 +152,9 @@ def _in_tiles(rank: int, rows: list[Rows]) -> Trained:
     return Trained([outcome.loss], [outcome.grad_norm], whole_weights(run))
 
 
-def test_ranks_with_more_tokens_than_others_have_as_many_tiles() -> None:
-    """Catches a rank that waits for an exchange in a tile that another does not have, or that
-    cannot compute a tile without tokens.
+def test_ranks_with_unequal_tokens_have_equal_numbers_of_tiles() -> None:
+    """Catches a rank that waits for an exchange in a tile that another rank lacks, or that cannot
+    compute a tile without tokens.
     """
     rows = [packed_rows(1, length, [[length]]) for length in (70, 20)]
     count = sum(int((row.labels[:, 1:] != IGNORED).sum()) for row in rows)
@@ -163,7 +167,7 @@ def test_ranks_with_more_tokens_than_others_have_as_many_tiles() -> None:
 
 
 def _transfers(rank: int, recompute: float) -> Counter[str]:
-    """Exchanges of a step by what they carry."""
+    """Return the number of exchanges in a step by their tensor."""
     run = isp.parallelize(tiny("qwen3_moe"), _config(1, 4, 2, recompute=recompute))
     log = run.mesh.log
     log.collect()
@@ -172,8 +176,8 @@ def _transfers(rank: int, recompute: float) -> Counter[str]:
     return Counter(t.tag.tensor for t in found)
 
 
-def test_a_layer_asks_once_how_many_rows_come() -> None:
-    """Catches further exchanges: of counts, for which the host waits, or of rows."""
+def test_a_layer_exchanges_counts_once() -> None:
+    """Catches additional exchanges: of counts, for which the host waits, or of rows."""
     layers, forwards = 3, 2
     for counts in run_ranks(4, _transfers, 1.0):
         assert counts == {
@@ -186,7 +190,7 @@ def test_a_layer_asks_once_how_many_rows_come() -> None:
 
 
 def _left_in_flight(rank: int, mode: Mode) -> list[str]:
-    """Exchanges of a step that are never waited for."""
+    """Return the exchanges of a step that are never waited for."""
     run = isp.parallelize(tiny("qwen3_moe"), _config(2, 2, 2, mode=mode, recompute=1.0, chunks=2))
     log = run.mesh.log
     log.collect()
@@ -196,9 +200,9 @@ def _left_in_flight(rank: int, mode: Mode) -> list[str]:
     return [t.tag.tensor for t in found if not t.waited]
 
 
-def test_a_recompute_waits_for_all_that_it_sends() -> None:
-    """Catches a recompute that ends between two parts of the tokens, with results in flight, whose
-    buffers are never freed.
+def test_a_recompute_waits_for_all_its_exchanges() -> None:
+    """Catches a recomputation that ends between two parts of the tokens with results in flight,
+    whose buffers are never freed.
     """
     modes = {str(mode): mode for mode in Mode}
     for mode, of_ranks in run_each(2, _left_in_flight, modes).items():
@@ -206,7 +210,7 @@ def test_a_recompute_waits_for_all_that_it_sends() -> None:
 
 
 def _order(rank: int, case: tuple[str, float, Mode]) -> list[str]:
-    """What the last layer does in a step, in order."""
+    """Return the operations and exchanges of the last layer in a step, in order."""
     kind, recompute, mode = case
     model = tiny(kind, **({"first_k_dense_replace": 0} if kind == "glm4_moe" else {}))
     run = isp.parallelize(model, _config(2, 2, 2, mode=mode, recompute=recompute))
@@ -230,8 +234,8 @@ def _order(rank: int, case: tuple[str, float, Mode]) -> list[str]:
     return [what for _, what in sorted(events)]
 
 
-def test_a_shared_expert_is_computed_while_tokens_travel() -> None:
-    """Catches tokens, or their gradients, that are waited for with a shared expert ahead."""
+def test_a_shared_expert_is_computed_during_the_exchange() -> None:
+    """Catches a wait for tokens, or for their gradients, before the shared expert is computed."""
     counts, trip = ["counts", "wait for counts"], ["combine", "wait for combine"]
     sent, came = ["dispatch"] * 2, ["wait for dispatch"] * 2  # tokens, and their weights
     forward = [*counts, *sent, *["shared expert"] * 2, *came, *trip]
@@ -261,8 +265,8 @@ def _resumed(rank: int, folder: Path) -> Trained:
     return Trained(losses, norms, whole_weights(run))
 
 
-def test_a_checkpoint_of_spread_experts_loads_into_other_layouts(tmp_path: Path) -> None:
-    """Catches shards that are cut over both axes, and saved or read as if they were of one."""
+def test_a_checkpoint_of_distributed_experts_loads_into_other_layouts(tmp_path: Path) -> None:
+    """Catches shards cut over both axes that are saved or read as if cut over one."""
     data = 4 * [packed_rows(4, 64, 2 * DOCUMENTS, 1)]
     expected = trained_plainly(tiny("qwen3_moe", num_experts=9, seed=0), data)
     assert_trained_as(expected, run_ranks(4, _resumed, tmp_path, timeout_seconds=60))
@@ -279,7 +283,7 @@ _REFUSED = [
 def test_sizes_that_do_not_fit_are_refused(
     size: int, expert: int, gathered: int | None, mode: Mode, words: str
 ) -> None:
-    """Catches groups of experts that are no part of a copy of the weights."""
+    """Catches groups of experts that do not divide a copy of the weights."""
     with pytest.raises(ValueError, match=re.escape(words)):
         ParallelConfig(
             tensor=TensorConfig(size=size, mode=mode),
@@ -289,8 +293,8 @@ def test_sizes_that_do_not_fit_are_refused(
         )
 
 
-def test_models_whose_tokens_cannot_travel_are_refused() -> None:
-    """Catches a size that is silently without effect, and experts called without weights."""
+def test_models_whose_experts_cannot_be_distributed_are_refused() -> None:
+    """Catches a size that silently has no effect, and experts called without routing weights."""
     parallel, zeros = _config(1, 2, 2).parallel, tiny("mixtral")
     zeros.config.zero_expert_num = 1  # as LongCat's
     for model, words in (
@@ -303,7 +307,7 @@ def test_models_whose_tokens_cannot_travel_are_refused() -> None:
 
 
 class _Halves(nn.Module):
-    """Two experts that are not weighed."""
+    """Two experts without routing weights."""
 
     def __init__(self, size: int) -> None:
         super().__init__()
@@ -325,15 +329,15 @@ class _UnweightedBlock(OwnBlock):
 
 
 class Unweighted(Own):
-    """Experts whose results are not weighed."""
+    """A model with experts whose results are not weighted."""
 
     def __init__(self) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(_UnweightedBlock() for _ in range(2))
 
 
-def test_groups_of_experts_lie_within_those_of_weights() -> None:
-    """Catches an order of ranks in which an expert's weights are gathered from far."""
+def test_expert_groups_are_inside_weight_groups() -> None:
+    """Catches an order of ranks in which an expert's weights are gathered from distant ranks."""
     text = Topology.create(8, _config(1, 4, 2).parallel).describe()
     assert "weight 4 = expert 2 x expert_weight 2, expert_data 2" in text
     assert "expert         [0, 2]  [1, 3]  [4, 6]  [5, 7]" in text

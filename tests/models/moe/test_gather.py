@@ -1,4 +1,4 @@
-"""Experts of others' models: cut over the ranks, and gathered as linears are."""
+"""Experts of users' models, sharded over the ranks and gathered as linears are."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ DOCUMENTS = [[1, 30, 7, 26], [20, 44]]
 
 
 class OwnExperts(nn.Module):
-    """Three experts for the tokens whose number is 0; nothing of it is used where none has it."""
+    """Three experts for tokens with number 0; a rank without such tokens uses none of them."""
 
     def __init__(self, size: int) -> None:
         super().__init__()
@@ -72,7 +72,7 @@ class OwnExperts(nn.Module):
             inside.register_hook(_fail)
         if self.trouble == "gives more":
             self.more = inside
-        first = x @ self.up[0].T.view(self.up.shape[1:])  # a read of its own, turned
+        first = x @ self.up[0].T.view(self.up.shape[1:])  # a separate read, transposed
         return (F.silu(inside) * self.down).sum(0) + first * self.down[2]
 
 
@@ -81,7 +81,7 @@ def _fail(_: Tensor) -> None:
 
 
 class Table(nn.Module):
-    """A stack of matrices, which are no experts: some of it is what it gives."""
+    """A stack of matrices that are no experts; a slice of it is the output."""
 
     def __init__(self, size: int) -> None:
         super().__init__()
@@ -112,7 +112,7 @@ class _Block(OwnBlock):
 
 
 class Chosen(Own):
-    """Of its blocks the first and the last share their experts, for low tokens alone."""
+    """A model whose first and last block share their experts, which only low tokens use."""
 
     def __init__(self, trouble: str = "") -> None:
         super().__init__()
@@ -144,14 +144,14 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 
 
 def _job(recompute: float, **keys: Any) -> JobConfig:
-    """What is read too late is no number."""
+    """Return a configuration that poisons freed buffers, so that a late read gives NaN."""
     config = job(1, 2, recompute=recompute)
     weight = replace(config.parallel.weight, poison_freed_buffers=True, **keys)
     return replace(config, parallel=replace(config.parallel, weight=weight))
 
 
 def _data() -> list[Rows]:
-    """Rows of two ranks, of which the second has high tokens alone."""
+    """Return rows of two ranks, of which the second only has high tokens."""
     data = [packed_rows(2, 64, DOCUMENTS, seed) for seed in (1, 2)]
     for rows in data:
         rows.input_ids[1] = VOCAB // 2 + rows.input_ids[1] % (VOCAB // 2)
@@ -176,9 +176,9 @@ def _is_cut(name: str, parameter: Tensor) -> bool:
 
 
 def test_experts_of_every_kind_train_as_in_a_plain_loop() -> None:
-    """Catches a gradient of experts that is lost, summed twice or of stale weights, also that of a
-    tensor which is no argument; ranks that wait for one of whose tokens none goes to an expert; a
-    graph that goes back for another call.
+    """Catches a gradient of experts that is lost, summed twice or of stale weights, also for a
+    tensor that is no argument; ranks that hang where none of their tokens uses an expert; and a
+    graph whose backward serves another call.
     """
     data, models = _data(), {name: make() for name, make in MODELS.items()}
     expected = {name: trained_plainly(model, data) for name, model in models.items()}
@@ -197,7 +197,9 @@ def test_experts_of_every_kind_train_as_in_a_plain_loop() -> None:
 
 
 def _between(rank: int, recompute: float) -> tuple[int, int]:
-    """How many whole weights there are between forward and backward, of how many in all."""
+    """Return the number of whole weights alive between forward and backward, and of all
+    gathered.
+    """
     run = isp.parallelize(tiny("qwen3_moe", **SIZES), _job(recompute, memory_pool=False))
     communicator, whole = run.train_step.built.communicator, []
     assert communicator is not None
@@ -217,15 +219,15 @@ def _between(rank: int, recompute: float) -> tuple[int, int]:
 
 
 def test_no_graph_keeps_a_whole_weight() -> None:
-    """Catches a graph of experts that keeps what it read: all layers' whole weights at once."""
+    """Catches a graph of experts that keeps whole weights: those of all layers at the same time."""
     for recompute in (0.0, 1.0):
         for alive, made in run_ranks(2, _between, recompute):
             assert alive == 0
             assert made > 12  # those that were launched before it are not counted
 
 
-def test_what_experts_give_is_never_a_weight() -> None:
-    """Catches a result that lies in a buffer which is another weight's by then."""
+def test_outputs_of_experts_do_not_share_memory_with_weights() -> None:
+    """Catches an output in a buffer that another weight is then gathered into."""
     model, data = Chosen("gives its weights").double(), _data()[:1]
     expected = trained_plainly(model, data)
     for recompute in (0.0, 1.0):
@@ -242,7 +244,7 @@ def _refused(rank: int, trouble: str) -> str:
 
 
 def test_experts_that_would_lose_gradients_are_refused() -> None:
-    """Catches gradients that are silently other than the plain model's."""
+    """Catches gradients that silently differ from the plain model's."""
     faults = {
         "writes": "modifies an input",
         "two": "returns a tuple",
@@ -255,8 +257,9 @@ def test_experts_that_would_lose_gradients_are_refused() -> None:
 
 
 def _leased(rank: int, trouble: str) -> tuple[int, bool]:
-    """Bytes of whole weights that are left by a backward which does not go through all of the
-    experts; whether the gradients of that are right, or refused.
+    """Return bytes still leased after a backward that ends inside the experts.
+
+    Also return whether its gradients are right, or refused.
     """
     built = isp.parallelize(Chosen(trouble).double(), _job(0.0)).train_step.built
     (chunk,), communicator, right = built.chunks, built.communicator, True
@@ -280,9 +283,9 @@ def _leased(rank: int, trouble: str) -> tuple[int, bool]:
     return communicator.pool.leased_bytes, right
 
 
-def test_a_backward_that_ends_inside_of_experts_gives_their_weights_back() -> None:
+def test_a_backward_that_ends_inside_experts_frees_their_weights() -> None:
     """Catches buffers that are lost when backward fails, or does not reach the experts' input, and
-    weights that are read while they are not there.
+    weights that are read after they are freed.
     """
     cases = {trouble: trouble for trouble in ("", "fails in backward", "gives more")}
     for case, of_ranks in run_each(2, _leased, cases).items():
@@ -304,9 +307,9 @@ LAYOUTS = "1x4, 2x2x2, mtp2, fsp2, 1x2 1F1B 2"
 
 
 @pytest.mark.slow
-def test_the_decoder_with_experts_is_the_same_in_every_layout() -> None:
-    """Catches a shared expert that is summed or split wrongly, and a router's gradient of a part of
-    the tokens.
+def test_the_decoder_with_experts_trains_equally_in_every_layout() -> None:
+    """Catches a shared expert summed or split wrongly, and a router gradient of some tokens
+    only.
     """
     subject = Subject.of_decoder(DECODER, layers=4)
     layouts, _ = layouts_of(LAYOUTS, subject, ParallelConfig())
@@ -319,10 +322,8 @@ def test_the_decoder_with_experts_is_the_same_in_every_layout() -> None:
     assert all(check.references[True].gradients[name].abs().max() > 0 for name in names)
 
 
-def test_flops_count_the_experts_that_a_token_goes_to() -> None:
-    """Catches a utilisation that is counted of all experts, or of none; a router or a shared expert
-    that is forgotten.
-    """
+def test_flops_count_the_experts_that_a_token_uses() -> None:
+    """Catches an MFU that counts all experts, or none, and a forgotten router or shared expert."""
     tokens = 32
     ids = torch.arange(tokens).unsqueeze(0)
     theirs = tiny("qwen3_moe", **{**SIZES, "num_experts": 8})

@@ -1,4 +1,4 @@
-"""Experts on a GPU, whose neighbours are its mirror images: as on a CPU."""
+"""Experts on a GPU, in a mirror mesh, against the same on a CPU."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ CPU = torch.device("cpu")
 
 
 def _losses(device: torch.device, experts: int, recompute: float, dtype: str) -> list[float]:
-    """Of three steps on the last of two ranks that do the same, then the norms."""
+    """Return the losses of three steps on the last of two ranks with equal data, then the norms."""
     config = job(2, 2, recompute=recompute, dtype=dtype)
     sizes = {"num_experts": experts, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
     model = TracedModel(
@@ -37,7 +37,7 @@ def _losses(device: torch.device, experts: int, recompute: float, dtype: str) ->
 @pytest.mark.parametrize(
     ("device", "experts", "recompute", "dtype"),
     [
-        ("cpu", 4, 1.0, "float64"),  # that this world is one
+        ("cpu", 4, 1.0, "float64"),  # checks the mirror world itself
         *(
             pytest.param("cuda", *case, dtype, marks=(pytest.mark.gpu, pytest.mark.nccl))
             for case in ((4, 0.0), (4, 1.0), (3, 0.5))
@@ -45,9 +45,11 @@ def _losses(device: torch.device, experts: int, recompute: float, dtype: str) ->
         ),
     ],
 )
-def test_experts_on_a_gpu(device: str, experts: int, recompute: float, dtype: str) -> None:
-    """Catches whole weights that are read too early or late, and kernels of grouped products that
-    do not take them where they lie: between experts, or, of three, within each.
+def test_experts_on_a_gpu_train_as_on_a_cpu(
+    device: str, experts: int, recompute: float, dtype: str
+) -> None:
+    """Catches whole weights read too early or too late, and grouped kernels that do not support
+    their strides: between experts, or, with three dims, within each expert.
     """
     expected = _losses(CPU, experts, 0.0, dtype)
     found = _losses(torch.device(device), experts, recompute, dtype)

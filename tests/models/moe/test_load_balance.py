@@ -1,4 +1,4 @@
-"""Loads of experts and the biases that even them out, beside a plain loop over the model."""
+"""Expert loads and the biases that balance them, against a plain loop over the model."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def _biases(model: nn.Module) -> dict[str, Tensor]:
 
 @contextmanager
 def _counted(model: nn.Module) -> Iterator[dict[str, Tensor]]:
-    """In this context tokens are counted, by the experts that they go to."""
+    """Yield the number of tokens routed to each expert in this context."""
     counts: dict[str, Tensor] = {}
 
     def count(name: str, numbers: Tensor) -> None:
@@ -101,7 +101,7 @@ class Case(NamedTuple):
     config: JobConfig
     kind: str = "deepseek_v3"
     loads_from: str = ""
-    """The case whose checkpoint it loads behind its steps; "": its own."""
+    """The case whose checkpoint is loaded after the steps; "": its own."""
 
 
 TWO = replace(job().data, micro_num=2)
@@ -163,7 +163,9 @@ def _run(rank: int, name: str, folder: Path) -> Steps:
 
 
 def test_biases_move_as_in_a_plain_loop(tmp_path: Path) -> None:
-    """Catches counts of one rank, of recomputation, of padding; an update that one layout lacks."""
+    """Catches counts of one rank, of recomputation or of padding, and an update missing in a
+    layout.
+    """
     found = run_each(
         4, partial(_run, folder=tmp_path), {name: name for name in CASES}, timeout_seconds=100
     )
@@ -183,8 +185,8 @@ def test_biases_move_as_in_a_plain_loop(tmp_path: Path) -> None:
         assert len(own) == len(expected.biases)
 
 
-def test_biases_that_are_not_there_are_refused() -> None:
-    """Catches a rate that moves nothing."""
+def test_an_update_rate_without_biases_is_refused() -> None:
+    """Catches a rate without effect."""
     of = RouterCoefficients(bias_rate=0.001)
     model = TracedModel(tiny("qwen3_moe"), router_losses=of)
     assert "has a bias for choosing experts" in raised(model.check_layout, job().parallel, 24)
@@ -207,8 +209,8 @@ def _half(rank: int, _: None) -> Any:
     return outcome.skipped, all(map(torch.equal, moved, again)), dtypes, len(routers)
 
 
-def test_routers_are_in_float32_and_a_skipped_step_moves_nothing() -> None:
-    """Catches biases too coarse for what is added to them, and counts of lost steps."""
+def test_biases_are_float32_and_a_skipped_step_does_not_move_them() -> None:
+    """Catches biases too coarse for their increments, and counts of skipped steps."""
     ((skipped, equal, dtypes, num_routers),) = run_each(1, _half, {"": None})[""]
     assert skipped
     assert equal
@@ -217,7 +219,9 @@ def test_routers_are_in_float32_and_a_skipped_step_moves_nothing() -> None:
 
 
 def test_tokens_of_no_expert_are_not_counted() -> None:
-    """Catches entries routed past a layer's experts that count for one of a larger layer."""
+    """Catches entries routed beyond a layer's experts that count for an expert of a larger
+    layer.
+    """
     model = nn.ModuleDict({"small": nn.Identity(), "large": nn.Identity()})
     load = ExpertLoad(model, {"small": 2, "large": 4}, torch.device("cpu"), rate=0.0)
     numbers = torch.tensor([[0, 2], [1, 0]])  # 2: no expert of the small layer

@@ -1,4 +1,4 @@
-"""The losses of routers beside their formulas on the unmodified model, in float64."""
+"""Router losses against their formulas on the unmodified model, in float64."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ NOTHING[0] = IGNORED  # of the first sequence nothing counts
 
 
 def _router_losses(model: Any, rows: Rows, of: RouterCoefficients) -> Tensor:
-    """Those of all documents of a data rank that have a label."""
+    """Return the router losses of all documents of a data rank that have a label."""
     logits: list[Tensor] = []
     for row in range(len(rows.input_ids)):
         for document in documents_of(rows, row):
@@ -90,16 +90,16 @@ class Case(NamedTuple):
     kind: str
     config: JobConfig
     ranks: int
-    """That have sequences of their own, of 4."""
+    """Data ranks, of 4 ranks."""
     of: RouterCoefficients = RouterCoefficients(0.3, 0.2)
     asked: bool = False
-    """Whether the model's configuration asks, not a key."""
+    """Whether the model's configuration enables the losses, instead of a key."""
     frozen: bool = False
-    """Whether routers are, through which the losses reach what lies before them."""
+    """Whether routers are frozen; gradients still pass through them to earlier layers."""
     halves: bool = False
-    """Whether each step goes backward twice, from half of the loss."""
+    """Whether each step runs backward twice, for half of the loss each."""
     plain_decoder: bool = False
-    """Whether isp's own decoder runs with the model's weights."""
+    """Whether ISP's decoder runs with the model's weights."""
 
 
 CASES = {
@@ -149,16 +149,18 @@ def _run(rank: int, case: Case) -> Trained:
     return Trained(losses, norms, whole_weights(run))
 
 
-def test_losses_of_routers_are_those_of_the_formulas() -> None:
-    """Catches shares of a rank's tokens alone, layers one by one, padding that counts."""
+def test_router_losses_equal_their_formulas() -> None:
+    """Catches loads of a rank's tokens only, a loss for each layer instead of all, counted
+    padding.
+    """
     found = run_each(4, _run, CASES, timeout_seconds=100)
     for name, case in CASES.items():
         expected = _plainly(_model(case), case.of, case.ranks)
         assert_trained_as(expected, found[name], name)
 
 
-def test_what_has_no_such_loss_is_refused() -> None:
-    """Catches a loss that is asked for and left out."""
+def test_router_losses_are_refused_where_they_cannot_be_computed() -> None:
+    """Catches a requested loss that is left out."""
     dense = replace(job().model, router_aux_loss_coef=0.1)
     assert "does not record router logits" in raised(
         isp.parallelize, tiny("llama"), replace(job(), model=dense)

@@ -1,5 +1,6 @@
-"""What is computed again of the blocks of a model of others, and where block inputs are kept: the
-same bits, fewer bytes."""
+"""Recomputation of blocks of users' models, and where block inputs are saved: equal bits, less
+memory.
+"""
 
 from __future__ import annotations
 
@@ -43,11 +44,11 @@ WAYS: dict[str, dict[str, Any]] = {
     "both, offloaded": {**KEPT, **BETWEEN, **HOST, "checkpoint": 0.5},
 }
 FEWER = "plain", "between", "kept", "all"
-"""Each keeps less than the one before."""
+"""Settings of which each saves fewer bytes than the previous one."""
 
 
 class _PairBlock(OwnBlock):
-    """Gives its input, too, and takes that of the block before."""
+    """A block that also returns its input, and takes that of the previous block."""
 
     def forward(self, x: Tensor, before: Tensor) -> Any:
         return super().forward(x) + 0.1 * before, x
@@ -90,14 +91,14 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Mode, tuple[str, ...]]] = {
 
 
 class Found(NamedTuple):
-    """Two steps on a rank."""
+    """Results of two steps on a rank."""
 
     numbers: list[tuple[float, float]]
     weights: dict[str, Any]
     saved: int
-    """Bytes that the second forward keeps."""
+    """Bytes that the second forward saves."""
     sent: Counter[Purpose]
-    """Transfers of both."""
+    """Transfers of both steps."""
 
 
 def _train(rank: int, case: tuple[nn.Module, JobConfig]) -> Found:
@@ -125,7 +126,7 @@ def _train(rank: int, case: tuple[nn.Module, JobConfig]) -> Found:
 
 
 def _check_plan(run: ParallelRun, sent: Counter[tuple[Purpose, str]]) -> None:
-    """Weights are gathered as the plan says, and each gradient is reduced once a step."""
+    """Check that weights are gathered as planned, and each gradient is reduced once a step."""
     communicator = run.train_step.built.communicator
     assert communicator is not None
     start, steps = communicator.plan(sequential_actions(1))
@@ -143,10 +144,10 @@ def _config(mode: Mode, way: str) -> JobConfig:
 
 
 @pytest.mark.slow
-def test_what_is_computed_again_gives_the_same_bits_and_keeps_less() -> None:
-    """Catches a block that is computed again with another's documents, calls or random numbers; a
-    result that was not kept and is read again, or was written into; a linear, an exchange or a
-    gather that is made again or beside the plan; and what is kept although it is computed again.
+def test_recomputation_changes_no_bit_and_saves_memory() -> None:
+    """Catches a block recomputed with another block's documents, calls or random numbers; a result
+    that was freed but is read again, or was written to; a linear, an exchange or a gather that is
+    repeated or not in the plan; and tensors saved although they are recomputed.
     """
     models = {name: make() for name, (make, _, _) in MODELS.items()}
     cases = {
@@ -176,8 +177,10 @@ def test_what_is_computed_again_gives_the_same_bits_and_keeps_less() -> None:
                 assert sizes == sorted(set(sizes), reverse=True), name
 
 
-def test_what_is_kept_between_linears_is_counted() -> None:
-    """Catches q, k, v before their rotation and the outputs of MLPs that are kept for nobody."""
+def test_saved_tensors_between_linears_are_the_expected_ones() -> None:
+    """Catches saved q, k, v before their rotation, and saved outputs of MLPs, which nothing
+    reads.
+    """
     tokens, hidden, inner, item, layers = 64, 32, 48, 8, 3
     cases = {
         f"{way}, {n}": (tiny("llama", num_hidden_layers=n), _alone(way))
@@ -204,7 +207,7 @@ def _alone(way: str) -> JobConfig:
 
 
 class Scaled(Own):
-    """What a block takes is not what the one before gives."""
+    """A model whose blocks do not take the output of the previous block."""
 
     def forward(self, ids: Tensor, positions: Tensor) -> Any:
         x = self.tokens(ids) + self.positions(positions)
@@ -223,5 +226,5 @@ def _scaled(rank: int) -> str:
 
 
 def test_a_model_with_something_between_its_blocks_is_refused() -> None:
-    """Catches inputs that are computed again as what they were not."""
+    """Catches block inputs recomputed without the operations between the blocks."""
     assert run_ranks(1, _scaled)[0].endswith("use 0")

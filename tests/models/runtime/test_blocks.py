@@ -1,4 +1,4 @@
-"""Blocks that do what torch lets them, against themselves without isp."""
+"""Blocks that do unusual things that torch allows, against the same without ISP."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.ranks import run_ranks
 
 
 class _Writing(OwnBlock):
-    """Writes into the result of each of its calls."""
+    """A block that writes in place into the result of each of its calls."""
 
     def forward(self, x: Tensor) -> Tensor:
         q = self.q(x)
@@ -33,14 +33,16 @@ class _Writing(OwnBlock):
 
 
 class _Twice(OwnBlock):
-    """Attends twice, by the same linears."""
+    """A block that attends twice with the same linears."""
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(super().forward(x))
 
 
 class _ReadsLinear(OwnBlock):
-    """Multiplies by a small linear's weight twice, the second time by itself."""
+    """A block that multiplies by a small linear's weight twice, the second time without
+    calling it.
+    """
 
     def forward(self, x: Tensor) -> Tensor:
         y = super().forward(x)
@@ -48,7 +50,7 @@ class _ReadsLinear(OwnBlock):
 
 
 class _Outside(OwnBlock):
-    """Has a linear that the model calls, too, outside of the blocks."""
+    """A block with a linear that the model also calls outside of the block."""
 
     def __init__(self, *sizes: Any) -> None:
         super().__init__(*sizes)
@@ -60,7 +62,7 @@ class _Outside(OwnBlock):
 
 
 class _Model(Own):
-    """Writes into what its tables and its head give."""
+    """A model that writes in place into the outputs of its tables and its head."""
 
     def __init__(self, block: type[OwnBlock]) -> None:
         super().__init__()
@@ -88,7 +90,7 @@ CASES: list[dict[str, Any]] = [
 
 
 def _trained(rank: int, block: type[OwnBlock], rows: Rows, tensor: int, weight: int) -> list[Any]:
-    """Of each case the loss, and every shard's gradient with its layout."""
+    """Return for each case the loss, and every shard's gradient with its layout."""
     found = []
     for keys in CASES:
         config = job(tensor, weight)
@@ -114,10 +116,10 @@ def _trained(rank: int, block: type[OwnBlock], rows: Rows, tensor: int, weight: 
     ("tensor", "weight", "block"),
     [(1, 1, _Writing), (4, 2, _Writing), (4, 2, _Twice), (2, 2, _ReadsLinear), (2, 2, _Outside)],
 )
-def test_blocks_are_what_they_are_without_isp(
+def test_unusual_blocks_train_as_without_isp(
     tensor: int, weight: int, block: type[OwnBlock]
 ) -> None:
-    """Catches a result that torch refuses to have written into, or a gradient that is lost."""
+    """Catches a result that torch does not allow to be written in place, and a lost gradient."""
     rows = packed_rows(1, 32, [[20, 12]])
     of_ranks = run_ranks(tensor, _trained, block, rows, tensor, weight)
     model = _Model(block)

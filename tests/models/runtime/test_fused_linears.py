@@ -1,4 +1,4 @@
-"""Linears that are gathered, computed and reduced as one, against the same apart."""
+"""Linears gathered, computed and reduced as one, against the same linears one by one."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ def _groups(model: nn.Module) -> list[str]:
     return [" ".join(linears) for linears in groups_of(model, traced.trace)]
 
 
-def test_what_is_read_together_is_found() -> None:
-    """Catches linears of another input, of another kind or shared ones among them."""
+def test_linears_with_one_input_are_found() -> None:
+    """Catches linears of another input, of another kind, or shared ones among them."""
     own = Own()
     _, second, third = own.blocks
     second.k.requires_grad_(False)  # the bias, too
@@ -48,7 +48,7 @@ def test_what_is_read_together_is_found() -> None:
 
 
 @pytest.mark.parametrize(("ahead", "behind"), [(0, 9), (4, 5), (8, 1), (9, 0)])
-def test_parts_of_what_is_cut_as_one_are_all_of_it(ahead: int, behind: int) -> None:
+def test_parts_of_a_fused_cut_cover_each_parameter(ahead: int, behind: int) -> None:
     """Catches rows that two ranks have, or none; the cut is that of 14 rows over 4 ranks."""
     layouts = [
         ParameterLayout(
@@ -74,7 +74,7 @@ class _Found(NamedTuple):
     losses: list[float]
     weights: dict[str, Tensor]
     gathered: dict[str, int]
-    """Transfers of the last step by what travels, in order."""
+    """Number of gathers in the last step by tensor, in order."""
     reduced: dict[str, int]
 
 
@@ -95,7 +95,7 @@ def _train(run: ParallelRun, steps: int = 2) -> _Found:
 
 
 def _compared(rank: int, name: str, tensor: int, weight: int) -> list[_Found]:
-    """As one, and apart."""
+    """Return the results with fused linears and with separate ones."""
     found = []
     for groups in (groups_of, _apart):
         config = job(tensor, weight, recompute=0.5)
@@ -107,7 +107,7 @@ def _compared(rank: int, name: str, tensor: int, weight: int) -> list[_Found]:
 
 
 def test_a_block_of_llama_makes_as_many_transfers_as_with_fused_weights() -> None:
-    """Catches a weight that travels by itself, or again."""
+    """Catches a weight that is sent alone, or again."""
     for one, _ in run_ranks(2, _compared, "llama", 1, 2):
         block = "model.layers.1."
         expected = [
@@ -125,7 +125,9 @@ def test_a_block_of_llama_makes_as_many_transfers_as_with_fused_weights() -> Non
 
 
 def _resumed(rank: int, folder: Path) -> tuple[list[float], list[float]]:
-    """Two further steps, after a checkpoint of the other way, and without one."""
+    """Return the results of two more steps, resumed from the other way's checkpoint and
+    undisturbed.
+    """
     runs = []
     for groups in (_apart, groups_of):
         with mock.patch("isp.models.runtime.weight_holders.groups_of", groups):
@@ -147,8 +149,8 @@ def _resumed(rank: int, folder: Path) -> tuple[list[float], list[float]]:
     return _train(new).losses, _train(old).losses
 
 
-def test_a_checkpoint_of_weights_that_are_apart_loads(tmp_path: Path) -> None:
-    """Catches weights or optimizer states that are bound to one way to cut."""
+def test_a_checkpoint_of_separate_linears_loads_into_fused_ones(tmp_path: Path) -> None:
+    """Catches weights or optimizer states bound to one way of sharding."""
     for found, expected in run_ranks(2, _resumed, tmp_path):
         assert found == pytest.approx(expected, rel=1e-13)
 
@@ -162,7 +164,7 @@ def _called_otherwise(rank: int) -> str:
     return str(error.value)
 
 
-def test_another_input_than_the_trace_saw_is_refused_by_name() -> None:
-    """Catches outputs of one tensor that are given for another."""
+def test_an_input_that_differs_from_the_traced_one_is_refused_by_name() -> None:
+    """Catches outputs for one tensor that are returned for another."""
     for text in run_ranks(2, _called_otherwise):
         assert text.startswith("blocks.1.k was called with a different tensor than blocks.1.q")

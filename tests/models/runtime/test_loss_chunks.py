@@ -1,4 +1,4 @@
-"""Losses of models of transformers in chunks of tokens, against the unmodified models."""
+"""Losses of transformers models in chunks of tokens, against the unmodified models."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.toolkit import Operations
 
 pytest.importorskip("transformers")
 CHUNK = 24
-"""Tokens; neither the tokens of a row nor those of a rank divide by their positions."""
+"""Tokens of a chunk, which divide neither those of a row nor those of a rank."""
 MODELS: dict[str, dict[str, Any]] = {
     "llama": {"tie_word_embeddings": True},
     "gemma2": {"final_logit_softcapping": 3.0},
@@ -37,15 +37,15 @@ def _tiny(name: str) -> Any:
 
 
 class Layout(NamedTuple):
-    """How a model is split."""
+    """How a model is split over ranks."""
 
     mode: Mode
     size: int
     keys: dict[str, bool] = {}  # noqa: RUF012 - read alone
-    """Of `parallel.weight`, in isp."""
+    """Keys of `parallel.weight`, in isp mode."""
 
     def job(self, chunk: int = CHUNK) -> JobConfig:
-        """A configuration."""
+        """Return a configuration with this layout."""
         config = job(self.size, mode=self.mode)
         weight = WeightConfig(size=self.size, **self.keys) if self.mode is Mode.ISP else None
         return replace(
@@ -66,18 +66,20 @@ LAYOUTS += [Layout(mode, 2) for mode in (Mode.MTP, Mode.MSP, Mode.FSP)]
 
 
 class Found(NamedTuple):
-    """What a step of a model gives on a rank."""
+    """Results of one step of a model on a rank."""
 
     loss: float
     evaluated: float
     grads: dict[str, Any]
-    """With their layouts, by name."""
+    """Gradients by name, with their layouts."""
     moved: list[str]
     """Transfers of the head's weight."""
 
 
 def _trained(rank: int, rows: Rows) -> dict[Any, Found]:
-    """One model in every layout, the others where logits, or a table, are split."""
+    """Return results of one model in every layout, and of others where logits or a table are
+    split.
+    """
     found = {}
     for name, layout in product(MODELS, LAYOUTS):
         if name != "gemma2" and layout not in LAYOUTS[2:4]:
@@ -105,9 +107,10 @@ def _trained(rank: int, rows: Rows) -> dict[Any, Found]:
 
 
 @pytest.mark.slow
-def test_what_a_model_does_to_its_logits_is_done_to_every_chunk() -> None:
-    """Catches a soft cap, a scale or a bias that is lost, tokens, logits or features of another
-    rank, a weight moved for each chunk, and a table cut by rows that should not be."""
+def test_a_models_operations_on_logits_apply_to_every_chunk() -> None:
+    """Catches a lost soft cap, scale or bias; tokens, logits or features of another rank; a weight
+    sent for each chunk; and a table wrongly cut by rows.
+    """
     rows = packed_rows(2, 32, [[20, 12], [32]])
     of_ranks = run_ranks(2, _trained, rows, timeout_seconds=110)
     plain = {name: _tiny(name) for name in MODELS}
@@ -130,8 +133,8 @@ def test_what_a_model_does_to_its_logits_is_done_to_every_chunk() -> None:
             assert torch.allclose(own, cut.shard(dw), rtol=0, atol=far), (case, parameter)
 
 
-def test_logits_that_are_made_of_more_stay_whole(caplog: pytest.LogCaptureFixture) -> None:
-    """Catches a parameter behind the head that gets no gradient, and whole logits in silence."""
+def test_logits_with_unknown_operations_stay_whole(caplog: pytest.LogCaptureFixture) -> None:
+    """Catches a parameter after the head without a gradient, and whole logits without a warning."""
     own = TracedModel(Own())  # divides its logits by a parameter
     assert own.trace.head is None
     assert TracedModel(tiny("llama")).trace.head == "lm_head"
@@ -145,14 +148,14 @@ def test_logits_that_are_made_of_more_stay_whole(caplog: pytest.LogCaptureFixtur
 
 
 def test_a_vocabulary_that_does_not_divide_is_refused() -> None:
-    """Catches logits that are cut unevenly by an exchange of equal parts."""
+    """Catches logits split unevenly for an exchange of equal parts."""
     parallel = Layout(Mode.ISP, 4, VOCAB_PARALLEL).job().parallel
     with pytest.raises(ValueError, match="size=4 must divide the vocabulary of 98 logits"):
         TracedModel(tiny("llama", vocab_size=98)).check_layout(parallel, 48)
 
 
 def _largest(rank: int) -> dict[str, int]:
-    """The most elements of a tensor of logits, of 200 or of 100 that a rank has."""
+    """Return the size of the largest logits tensor, whose last dim is 200, or a rank's 100."""
     found = {}
     for layout in LAYOUTS:
         run = isp.parallelize(tiny("gemma2", vocab_size=200), layout.job(chunk=80))
@@ -172,9 +175,9 @@ def _largest(rank: int) -> dict[str, int]:
 
 
 def test_logits_never_exist_as_a_whole() -> None:
-    """Catches logits that are made by the forward, or by what lies behind the head."""
+    """Catches whole logits made by the forward, or by the operations after the head."""
     for found in run_ranks(2, _largest):
         assert len(found) == 6
-        own, *split = found.values()  # the first has the tokens of its own rank to itself
+        own, *split = found.values()  # the first layout has one rank
         assert own == 80 * 200
         assert set(split) == {80 * 100}

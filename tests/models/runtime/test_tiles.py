@@ -1,4 +1,4 @@
-"""Modules of others in tiles of tokens against the same modules in one piece."""
+"""Modules of users' models in tiles of tokens against the same modules in one piece."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ MODELS: dict[str, tuple[str, dict[str, Any], dict[str, dict[str, Any]]]] = {
 
 
 class Found(NamedTuple):
-    """A step on a rank."""
+    """Results of one step on a rank."""
 
     loss: float
     gradients: dict[str, Any]
@@ -51,7 +51,7 @@ class Found(NamedTuple):
 def _step(rank: int, case: tuple[Any, JobConfig]) -> Found:
     model, config = case
     run = isp.parallelize(model, config)
-    for _ in range(2):  # the first shows what is kept
+    for _ in range(2):  # the first one measures the saved bytes
         run.mesh.log.collect()
         loss = run.loss(*ROWS.part(run.dp_rank, run.dp_size))
         run.step(loss, lr=0.0)
@@ -73,8 +73,8 @@ def _config(name: str, keys: dict[str, Any]) -> JobConfig:
 
 @pytest.mark.slow
 def test_tiles_train_as_one_piece() -> None:
-    """Catches a tile that is left out, counted twice or of other tokens; a weight that is gathered,
-    or a gradient that is reduced, for each tile; a result that is read again and was not kept.
+    """Catches a tile that is left out, counted twice or of other tokens; a weight gathered, or a
+    gradient reduced, for each tile; and a result that is read again but was not saved.
     """
     models = {name: tiny(kind, **sizes) for name, (kind, sizes, _) in MODELS.items()}
     cases = {
@@ -95,7 +95,7 @@ def test_tiles_train_as_one_piece() -> None:
 
 
 def _peak(rank: int) -> list[int]:
-    """Bytes at most in a step of a wide model, for tiles of so many tokens."""
+    """Return the peak bytes in a step of a wide model for each tile size."""
     found = []
     for tokens in (0, 32, 8):
         sizes = {"intermediate_size": 2048, "num_hidden_layers": 2}
@@ -114,7 +114,7 @@ def _alone(tokens: int) -> JobConfig:
     return replace(config, model=replace(config.model, mlp_tile_tokens=tokens, checkpoint=1.0))
 
 
-def test_what_lies_inside_exists_for_a_tile_at_a_time() -> None:
+def test_hidden_activations_exist_for_one_tile_at_a_time() -> None:
     """Catches tiles that are all kept until the end."""
     ((whole, large, small),) = run_ranks(1, _peak)
     inside = 128 * 2048 * 8  # a feature inside of all tokens
@@ -122,8 +122,8 @@ def test_what_lies_inside_exists_for_a_tile_at_a_time() -> None:
     assert large - small > inside / 4
 
 
-def test_a_model_without_such_a_module_is_refused() -> None:
-    """Catches a key that saves nothing: the linears of these blocks lie in no module of theirs."""
+def test_a_model_without_mlp_modules_is_refused() -> None:
+    """Catches a key without effect: the linears of these blocks are in no module of their own."""
     from isp.core.recompute.config import Recomputation
 
     with pytest.raises(ValueError, match=r"mlp_tile_tokens=8: no module .* use 0"):

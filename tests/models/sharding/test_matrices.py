@@ -1,4 +1,4 @@
-"""How an update treats a model's weights: which are decayed, and of which matrices they consist."""
+"""How an update treats a model's weights: which are decayed, and which matrices they contain."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ CASES = {
         "transformer.h.0.attn.c_attn.weight": Matrices(dim=-1, sizes=(32, 32, 32), heads=12),
         "transformer.h.0.attn.c_attn.bias": None,
     },
-    # q, k and v of each head lie together: no cut in three, but one per head
+    # q, k and v of each head are adjacent: one cut per head instead of three
     "gpt_neox": {"gpt_neox.layers.1.attention.query_key_value.weight": Matrices(heads=12)},
     "gpt_oss": {
         "model.layers.1.self_attn.k_proj.weight": Matrices(heads=2),
@@ -64,22 +64,23 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_matrices_of_models(name: str) -> None:
-    """Catches fused weights that are taken for one matrix, and tables, routers and tied weights
-    that are taken for matrices of blocks."""
+def test_weights_of_models_have_the_right_matrices(name: str) -> None:
+    """Catches fused weights taken for one matrix, and tables, routers and tied weights taken for
+    matrices of blocks.
+    """
     found = trained_layouts(TracedModel(tiny(name, **SIZES.get(name, {}))))
     assert {key: found[key].matrices for key in CASES[name]} == CASES[name]
 
 
 @pytest.mark.parametrize("name", ["cohere", "gpt_oss", "ernie4_5_moe", "gpt2"])
 def test_transformers_decays_the_same_weights(name: str) -> None:
-    """Catches norms of heads [H, d], biases of experts [E, N] or routers [1, E] that decay."""
+    """Catches decay of head norms [H, d], of expert biases [E, N], or of router biases [1, E]."""
     found = trained_layouts(TracedModel(model := tiny(name, **SIZES.get(name, {}))))
     assert {key for key, layout in found.items() if layout.decays} == decayed(model)
 
 
 class HeadNorm(nn.Module):
-    """Scales each head, [H, d]; neither its name nor its place says that it is a norm."""
+    """A scale for each head, [H, d], without a name or place that suggests a norm."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -113,9 +114,10 @@ class OwnNorms(nn.Module):
         return self.head(x)
 
 
-def test_norms_and_biases_of_a_module_of_ones_own() -> None:
-    """Catches norms that only their class tells, a table of biases that muon takes for a matrix,
-    and a group that cannot say otherwise."""
+def test_norms_and_biases_of_users_modules_are_not_decayed() -> None:
+    """Catches norms that only their class shows, a table of biases that muon takes for a matrix,
+    and a param group that cannot override this.
+    """
     group = ParamGroupConfig(pattern="ln_k|position_bias", rule="muon", weight_decay=0.7)
     plain = OptimizerConfig(name="muon", weight_decay=0.2)
     asked = OptimizerConfig(name="muon", param_groups=(group,))
@@ -163,7 +165,7 @@ def _resumed(rank: int, case: tuple[JobConfig, Path]) -> None:
 
 
 def test_states_of_a_weight_with_another_rule_begin_anew(tmp_path: Path) -> None:
-    """Catches a run that cannot be resumed where a table of biases is no matrix any more."""
+    """Catches a run that cannot resume because a table of biases is no longer a matrix."""
     muon = {"name": "muon", "weight_decay": 0.1}
     group = (ParamGroupConfig(pattern="position_bias", rule="muon"),)
     cases = {

@@ -1,4 +1,4 @@
-"""Pipelines of models that know nothing of stages."""
+"""Pipelines of models that are written without stages."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ transformers = pytest.importorskip("transformers")
 
 
 class Plain(nn.Module):
-    """With a loose parameter, and a linear between blocks."""
+    """A model with a parameter outside of modules, and a linear between blocks."""
 
     def __init__(self) -> None:
         torch.manual_seed(0)
@@ -44,7 +44,7 @@ class Plain(nn.Module):
 
 
 class UsesFirst(Plain):
-    """Whose blocks use the first hidden state again."""
+    """A model whose blocks use the first hidden state again."""
 
     def forward(self, ids: Tensor, positions: Tensor) -> Tensor:
         first = x = self.tokens(ids)
@@ -54,11 +54,11 @@ class UsesFirst(Plain):
         return logits
 
 
-class HandsOn(OwnBlock):
-    """Whose first leaves what it is given where later ones find it."""
+class SharesInput(OwnBlock):
+    """A block whose first instance stores its input where later ones find it."""
 
     given: Tensor | None = None
-    first: HandsOn
+    first: SharesInput
 
     def forward(self, x: Tensor) -> Tensor:
         if self.first is self:
@@ -67,24 +67,24 @@ class HandsOn(OwnBlock):
 
 
 class ByAttribute(Plain):
-    """Whose blocks use the first hidden state again, if they find it."""
+    """A model whose blocks use the first hidden state again through an attribute."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(HandsOn(32, 4, 2, 0.0) for _ in range(4))
+        self.blocks = nn.ModuleList(SharesInput(32, 4, 2, 0.0) for _ in range(4))
         for block in self.blocks:
             vars(block)["first"] = self.blocks[0]
 
 
 class Writes(OwnBlock):
-    """Into what it is given."""
+    """A block that writes in place into its input."""
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x.mul_(1.5))
 
 
 class Biased(OwnBlock):
-    """Attends with a bias by distance that it is given."""
+    """A block whose attention has a distance bias that is passed to it."""
 
     def forward(self, x: Tensor, profiles: Tensor) -> Tensor:  # type: ignore[override]
         q, k, v = (f(x).unflatten(-1, (-1, self.head)) for f in (self.q, self.k, self.v))
@@ -94,7 +94,7 @@ class Biased(OwnBlock):
 
 
 class OneBias(Plain):
-    """Whose blocks share a bias by distance, which only attention sees."""
+    """A model whose blocks share a distance bias that only attention reads."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -110,17 +110,19 @@ class OneBias(Plain):
 
 
 def _gemma() -> Subject:
-    """Tied, with a scaled embedding."""
+    """Return a Gemma: tied weights, with a scaled embedding."""
     return Subject.of_config(transformers.AutoConfig.for_model("gemma3_text"), layers=4)
 
 
 def _two_streams() -> Subject:
-    """Whose blocks give two tensors, in float32 or wider."""
+    """Return a model whose blocks return two tensors, in float32 or wider."""
     return Subject.of_config(transformers.AutoConfig.for_model("zaya"))
 
 
 def _lists() -> Subject:
-    """With a list of modules that are no blocks, and give tensors of tokens, too."""
+    """Return a model with a list of modules that are no blocks, and also return tensors of
+    tokens.
+    """
     return Subject.of_config(transformers.AutoConfig.for_model("granite_swa"))
 
 
@@ -153,9 +155,10 @@ def _writing() -> Subject:
         "writing, zero bubble",
     ],
 )
-def test_stages_compute_what_the_model_does(subject: object, layout: str, case: CheckCase) -> None:
-    """Catches hidden states of another stage, gradients that do not come back or are counted twice,
-    and tied weights whose two gradients are not added."""
+def test_stages_compute_as_the_whole_model(subject: object, layout: str, case: CheckCase) -> None:
+    """Catches hidden states of another stage, gradients that are lost or counted twice, and tied
+    weights whose two gradients are not summed.
+    """
     assert callable(subject)
     made = subject()
     (chosen,), _ = layouts_of(layout, made, ParallelConfig())
@@ -164,18 +167,19 @@ def test_stages_compute_what_the_model_does(subject: object, layout: str, case: 
 
 
 class Scaled(OwnBlock):
-    """Attends with a scale of its own."""
+    """A block whose attention has a scale of its own."""
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = (f(x).unflatten(-1, (-1, self.head)) for f in (self.q, self.k, self.v))
         return x + self.out(isp.attention(q, k, v, scale=0.5).flatten(2))
 
 
-def test_every_stage_chooses_attention_of_all_when_it_is_built(
+def test_every_stage_chooses_the_attention_of_all_stages_when_built(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Catches a choice that all ranks make together, made in a forward, in which a later stage
-    waits for what the first one sends, or made by those stages alone that have such layers."""
+    """Catches a collective choice made in a forward, where a later stage waits for the first one's
+    output, and one made only by the stages that have such layers.
+    """
     model = Plain()
     model.blocks[0] = Scaled(32, 4, 2, 0.0)
     made: list[float | None] = []
@@ -199,13 +203,15 @@ def _pipeline(size: int) -> ParallelConfig:
 
 @pytest.mark.parametrize("kind", [UsesFirst, ByAttribute, OneBias])
 def test_blocks_that_need_more_than_a_hidden_state_are_refused(kind: type[Plain]) -> None:
-    """Catches stages that train as another model: what the tables gave is zero on later ones, and
-    what an earlier block left in an attribute is not there."""
+    """Catches stages that train another model: outputs of the tables would be zero on later stages,
+    and an attribute set by an earlier block would be missing.
+    """
     with pytest.raises(ValueError, match=r"size=2 cannot cut \w+ into 2 stages: .* use more from"):
         TracedModel(kind()).check_layout(_pipeline(2), 48)
 
 
 def test_a_rank_without_trained_weights_is_refused_before_ranks_start() -> None:
+    """Catches a pipeline stage with nothing to train, which fails only on its rank."""
     model = Plain().requires_grad_(False)
     model.head.requires_grad_(True)
     with pytest.raises(ValueError, match="pipeline rank 0 has no trainable weights"):
@@ -213,7 +219,7 @@ def test_a_rank_without_trained_weights_is_refused_before_ranks_start() -> None:
 
 
 def test_more_stages_than_blocks_and_shared_weights_are_refused_by_name() -> None:
-    """Catches a second tied weight, whose two gradients nobody adds."""
+    """Catches a second tied weight, whose two gradients would not be summed."""
     model = Plain()
     with pytest.raises(ValueError, match=r"4 layers cannot be cut into 5 stages: use at most 4$"):
         TracedModel(copy.deepcopy(model)).check_layout(_pipeline(5), 48)

@@ -1,4 +1,4 @@
-"""mtp, msp and fsp of transformers' models: what a rank keeps, draws and computes in."""
+"""mtp, msp and fsp for transformers models: saved tensors, random numbers and dtypes of a rank."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ def _kept(rank: int, mode: Mode) -> int:
     return sum(entrance.shown is not None for entrance in chunk.holders.entrances.values())
 
 
-def test_a_recompute_leaves_nothing_behind() -> None:
-    """Catches the activations of all blocks kept after they were computed again."""
+def test_a_recompute_keeps_no_activations() -> None:
+    """Catches activations of all blocks kept after their recomputation."""
     modes = {mode: mode for mode in (Mode.MTP, Mode.MSP, Mode.FSP)}
     assert set(map(tuple, run_each(2, _kept, modes).values())) == {(0, 0)}
 
@@ -37,8 +37,8 @@ def _routers(rank: int) -> list[Tensor]:
     return [p.detach() for n, p in run.model.named_parameters() if n.endswith("gate.weight")]
 
 
-def test_ranks_with_the_same_tokens_draw_the_same() -> None:
-    """Catches weights that are whole on every rank and drift apart."""
+def test_ranks_with_equal_tokens_draw_equal_random_numbers() -> None:
+    """Catches weights replicated on every rank that drift apart."""
     one, other = run_ranks(2, _routers)
     assert one
     for mine, theirs in zip(one, other, strict=True):
@@ -64,6 +64,6 @@ def _dtypes(rank: int) -> set[torch.dtype]:
     return found
 
 
-def test_autocast_narrows_a_row_with_its_bias() -> None:
-    """Catches a bias that widens what follows."""
+def test_autocast_casts_a_row_linear_with_its_bias() -> None:
+    """Catches a float32 bias that makes the output float32."""
     assert run_ranks(2, _dtypes) == [{torch.bfloat16}] * 2

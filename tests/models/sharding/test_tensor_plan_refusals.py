@@ -1,4 +1,4 @@
-"""Models whose features cannot be split, and what mtp, msp and fsp say of them; no ranks."""
+"""Models whose features cannot be split, and the refusals of mtp, msp and fsp; no ranks."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.models.sharding.test_pipeline_split import Plain, UsesFirst
 
 
 def _router() -> nn.Module:
-    """A Llama whose MLP looks at its input beside the linears of its plan."""
+    """Return a Llama whose MLP reads its input other than by the linears of its plan."""
     model = tiny("llama")
     plain = type(model.model.layers[1].mlp)
 
@@ -36,7 +36,7 @@ def _router() -> nn.Module:
 
 
 def _counted_heads() -> nn.Module:
-    """A Llama that attends with all its heads, whatever its linears give."""
+    """Return a Llama that assumes all its heads, whatever its linears return."""
     model = tiny("llama")
     attention = model.model.layers[1].self_attn
 
@@ -57,7 +57,7 @@ def _counted_heads() -> nn.Module:
 
 
 def _own_vector() -> nn.Module:
-    """A Llama whose attention has a vector of its own, which a rank sees a part of."""
+    """Return a Llama whose attention has a parameter of its own, which applies to a rank's part."""
     model = tiny("llama")
     attention = model.model.layers[1].self_attn
 
@@ -72,7 +72,9 @@ def _own_vector() -> nn.Module:
 
 
 def _outside() -> nn.Module:
-    """A Llama whose MLP reads, between its linears, what was made of its block's tokens."""
+    """Return a Llama whose MLP reads, between its linears, a tensor computed from its block's
+    tokens.
+    """
     model = tiny("llama")
     block = model.model.layers[1]
 
@@ -90,7 +92,7 @@ def _outside() -> nn.Module:
 
 
 def _fewer_logits() -> nn.Module:
-    """A Llama that gives fewer logits than its head has."""
+    """Return a Llama that returns fewer logits than its head computes."""
     model = tiny("llama")
 
     class _Fewer(type(model)):  # type: ignore[misc]
@@ -104,7 +106,7 @@ def _fewer_logits() -> nn.Module:
 
 
 def _planned(cuts: dict[str, str]) -> Callable[[], nn.Module]:
-    """Blocks of a short convolution, then of attention, and a plan."""
+    """Return a model of convolution and attention blocks with this tensor-parallel plan."""
 
     def make() -> nn.Module:
         model = tiny("lfm2", layer_types=["conv", "full_attention", "conv"])
@@ -159,7 +161,7 @@ SPLIT: dict[str, tuple[Callable[[], nn.Module], int, str]] = {
 
 @pytest.mark.parametrize("name", SPLIT)
 def test_features_that_cannot_be_split_are_refused(name: str) -> None:
-    """Catches features split where a model's code, or its plan, has them whole."""
+    """Catches features split although the model's code, or its plan, needs all of them."""
     make, size, said = SPLIT[name]
     with pytest.raises(ValueError, match=r"parallel\.tensor\.") as raised:
         isp.parallelize(make(), job(size, mode=Mode.MTP))
@@ -167,7 +169,7 @@ def test_features_that_cannot_be_split_are_refused(name: str) -> None:
     assert not dist.is_initialized()
 
 
-def test_a_check_that_passed_is_not_taken_for_that_of_other_arguments() -> None:
+def test_a_passed_check_does_not_count_for_other_arguments() -> None:
     """Catches a share that runs whole but not in tiles, and stages of another trace."""
     model = tiny("llama")
     plain = type(model.model.layers[1].mlp)
@@ -194,7 +196,9 @@ def test_a_check_that_passed_is_not_taken_for_that_of_other_arguments() -> None:
 
 
 class _Between(nn.Module):
-    """Does something to the features between the columns and the row of an MLP."""
+    """A module that transforms the features between the column linears and the row linear of an
+    MLP.
+    """
 
     def __init__(self, change: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
@@ -205,7 +209,9 @@ class _Between(nn.Module):
 
 
 def _changed(change: Callable[[Tensor], Tensor], *, inside: bool) -> Any:
-    """A Llama whose second MLP applies `change` before its row; if `inside`, in a module."""
+    """Return a Llama whose second MLP applies `change` before its row linear, or `inside` a
+    module.
+    """
     model = tiny("llama", num_key_value_heads=4)
     mlp = model.model.layers[1].mlp
 
@@ -219,7 +225,7 @@ def _changed(change: Callable[[Tensor], Tensor], *, inside: bool) -> Any:
 
 
 class _MeanOfGradients(torch.autograd.Function):
-    """Leaves features as they are, and subtracts the mean of their gradients."""
+    """Identity whose backward subtracts the mean of the gradients over features."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -252,7 +258,7 @@ OVER_ALL: dict[str, Callable[[Tensor], Tensor]] = {
 @pytest.mark.parametrize("inside", [True, False])
 @pytest.mark.parametrize("name", OVER_ALL)
 def test_code_that_needs_all_features_is_refused_by_name(name: str, inside: bool) -> None:
-    """Catches code between a column and a row that fits a rank's features, and needs all."""
+    """Catches code between column and row linears that runs on a rank's features but needs all."""
     traced = TracedModel(_changed(OVER_ALL[name], inside=inside))
     # The gradients of a region are compared as a whole.
     place = "mlp.between (_Between)" if inside and name != "backward" else "mlp (_Mlp)"
@@ -273,7 +279,7 @@ def test_a_run_refuses_code_that_needs_all_features_before_ranks_start() -> None
 
 
 def _normed_heads() -> nn.Module:
-    """A Llama that normalizes what all heads give, together."""
+    """Return a Llama that normalizes the outputs of all heads together."""
     model = tiny("llama", num_key_value_heads=4)
     attention = model.model.layers[1].self_attn
     attention.o_proj.register_forward_pre_hook(lambda _, given: _rms_norm(given[0]))
@@ -281,7 +287,7 @@ def _normed_heads() -> nn.Module:
 
 
 def _fused() -> nn.Module:
-    """A Phi-3 whose plan cuts two linears in one as if they were one."""
+    """Return a Phi-3 whose plan cuts a fused linear as if it were a single one."""
     model = tiny("phi3")
     model._tp_plan = {
         **model.tp_plan,
@@ -292,7 +298,7 @@ def _fused() -> nn.Module:
 
 
 def _normed_logits(least: float = -torch.inf) -> nn.Module:
-    """A Llama whose logits have the mean 0; those below `least` become -inf."""
+    """Return a Llama that subtracts the mean from its logits; those below `least` become -inf."""
     model = tiny("llama")
 
     class _Normed(type(model)):  # type: ignore[misc]
@@ -316,7 +322,7 @@ ELSEWHERE: dict[str, tuple[Callable[[], nn.Module], str]] = {
 
 @pytest.mark.parametrize("name", ELSEWHERE)
 def test_other_code_that_needs_all_features_is_refused(name: str) -> None:
-    """Catches features of all heads, of a plan that cuts a fused linear, and of all logits."""
+    """Catches code that needs all heads or all logits, and a plan that cuts a fused linear."""
     make, said = ELSEWHERE[name]
     with pytest.raises(ValueError, match=f"tensor-parallel plan.*: {said}.* use mode isp"):
         TracedModel(make()).check_layout(job(2, mode=Mode.MTP).parallel, 16)
@@ -330,8 +336,8 @@ LOCAL: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 @pytest.mark.parametrize("name", LOCAL)
-def test_code_that_needs_a_ranks_features_is_taken(name: str) -> None:
-    """Catches models that are refused, and compute each share of features alone."""
+def test_code_that_treats_features_separately_is_accepted(name: str) -> None:
+    """Catches a refusal of models that compute each share of features independently."""
     traced = TracedModel(_changed(LOCAL[name], inside=True))
     for size in (2, 4):
         traced.check_layout(job(size, mode=Mode.MTP).parallel, 16)

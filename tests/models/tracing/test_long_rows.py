@@ -1,4 +1,4 @@
-"""Code that does something else from some length of a row on; no ranks are started."""
+"""Code that computes differently from some row length on; no ranks are started."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ LONG: dict[str, tuple[Mix, str]] = {
 
 
 @pytest.mark.parametrize("name", LONG)
-def test_code_that_begins_at_some_length_is_found(name: str) -> None:
+def test_code_that_depends_on_the_row_length_is_refused(name: str) -> None:
     """Catches results that depend on the length of a row, or of a rank's part of it."""
     mix, said = LONG[name]
     traced = TracedModel(followed_by(mix))
@@ -48,7 +48,7 @@ def test_code_that_begins_at_some_length_is_found(name: str) -> None:
     assert said in str(raised.value)
 
 
-def test_a_loop_is_refused_at_its_first_long_row() -> None:
+def test_a_users_loop_is_refused_at_its_first_long_row() -> None:
     """Catches lengths that no configuration has, and a check that draws a run's random numbers."""
     model = followed_by(lambda x: _logn(x) * (1 + 0 * torch.rand(1).to(x.device)))
     run = isp.parallelize(model, job())
@@ -61,7 +61,7 @@ def test_a_loop_is_refused_at_its_first_long_row() -> None:
 
 
 def test_rows_too_long_to_be_compared_are_refused() -> None:
-    """Catches code of long rows alone, which no comparison on the CPU reaches."""
+    """Catches code for long rows only, which no comparison on the CPU reaches."""
     traced = TracedModel(followed_by(lambda x: F.relu(x) + 1 if x.shape[1] > 5000 else x))
     traced.check_length(ParallelConfig(), 4999)
     with pytest.raises(ValueError, match=r"rows of more than 4,096 tokens are not compared"):
@@ -69,6 +69,6 @@ def test_rows_too_long_to_be_compared_are_refused() -> None:
 
 
 @pytest.mark.parametrize("name", NEAR)
-def test_what_computes_the_same_at_any_length_is_taken(name: str) -> None:
-    """Catches models that are refused for sizes that follow from a length, or for tiles."""
+def test_code_that_does_not_depend_on_the_row_length_is_accepted(name: str) -> None:
+    """Catches models refused for sizes that depend on the length, or for tiles."""
     TracedModel(NEAR[name]()).check_length(ParallelConfig(), 256)

@@ -1,4 +1,4 @@
-"""Code that mixes tokens, in forward or in backward alone; no ranks are started."""
+"""Code that mixes tokens, in forward or only in backward; no ranks are started."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Mix = Callable[[Tensor], Tensor]
 
 
 class _Mixing(nn.Module):
-    """Does something to tokens [B, S, D]."""
+    """A module that applies `mix` to tokens [B, S, D]."""
 
     def __init__(self, mix: Mix) -> None:
         super().__init__()
@@ -29,7 +29,7 @@ class _Mixing(nn.Module):
 
 
 def followed_by(mix: Mix) -> Any:
-    """A model of which one norm is followed by `mix`."""
+    """Return a model with one norm followed by `mix`."""
     model = Own()
     model.blocks[1].norm2 = nn.Sequential(model.blocks[1].norm2, _Mixing(mix))
     return model
@@ -39,7 +39,7 @@ PLACE = r"blocks\.1\.norm2\.1 \(_Mixing\)"
 
 
 class _Function(torch.autograd.Function):
-    """Leaves tokens as they are, and mixes their gradients."""
+    """Identity whose backward mixes the gradients of tokens."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -61,7 +61,7 @@ def _hooked(hook: Mix) -> Mix:
 
 
 def chunks_of(size: int) -> Mix:
-    """Subtracts the mean of each whole chunk of tokens."""
+    """Return a function that subtracts the mean of each complete chunk of tokens."""
 
     def mix(x: Tensor) -> Tensor:
         parts = x.split(size, 1)
@@ -71,7 +71,7 @@ def chunks_of(size: int) -> Mix:
 
 
 MIXING: dict[str, Mix] = {
-    # features whose extreme is not the token that was changed, and lies in the middle of the row
+    # features whose maximum is not at the changed token but in the middle of the row
     "maximum": lambda x: x * x[..., 3:4].amax(1, keepdim=True),
     "minimum": lambda x: x * x[..., 7:8].amin(1, keepdim=True),
     "median": lambda x: x * x[..., 3:4].median(1, keepdim=True).values,
@@ -82,8 +82,10 @@ MIXING: dict[str, Mix] = {
 
 
 @pytest.mark.parametrize("name", MIXING)
-def test_tokens_that_are_mixed_are_found(name: str) -> None:
-    """Catches a mixture that one changed token and one part of the row leave as it is."""
+def test_code_that_mixes_tokens_is_found(name: str) -> None:
+    """Catches mixing that does not show when one token changes and only a part of the row is
+    computed.
+    """
     with pytest.raises(ValueError, match=rf"^{PLACE} mixes or counts tokens outside of attention"):
         TracedModel(followed_by(MIXING[name]))
 
@@ -104,15 +106,15 @@ MIXED_GRADIENTS: dict[str, Callable[[], nn.Module]] = {
 
 
 @pytest.mark.parametrize("name", MIXED_GRADIENTS)
-def test_gradients_that_are_mixed_are_found(name: str) -> None:
-    """Catches code that mixes tokens in backward alone."""
+def test_code_that_mixes_gradients_is_found(name: str) -> None:
+    """Catches code that mixes tokens only in backward."""
     said = rf"^{PLACE} mixes or counts tokens outside of attention in its backward pass"
     with pytest.raises(ValueError, match=said):
         TracedModel(MIXED_GRADIENTS[name]())
 
 
 class _Sign(torch.autograd.Function):
-    """The sign of each number, with the gradient of the number itself; reads a weight in both."""
+    """The sign of x @ weight with a straight-through gradient; reads the weight in both passes."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
@@ -137,7 +139,7 @@ class _Signed(nn.Module):
 
 
 class _Table(nn.Module):
-    """Angles of positions, of which a table is kept and grows; a `max_position` of it to begin."""
+    """Angles of positions from a cached table that grows with the row."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -162,7 +164,7 @@ class _WithoutGradient(Own):
 
 
 class _InPlace(Own):
-    """Changes what its tables give."""
+    """A model that writes in place into the outputs of its tables."""
 
     def forward(self, ids: Tensor, positions: Tensor) -> Any:
         x = self.tokens(ids).mul_(2.0).add_(self.positions(positions))
@@ -172,7 +174,7 @@ class _InPlace(Own):
 
 
 class _ShortTable(Own):
-    """Has angles for 32 positions."""
+    """A model with angles for 32 positions only."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -192,7 +194,7 @@ def _signed() -> nn.Module:
 
 
 class _Dropping(nn.Module):
-    """Drops numbers in training, by code of its own."""
+    """A module with its own dropout in training."""
 
     def forward(self, x: Tensor) -> Tensor:
         return x * (torch.rand_like(x) > 0.1) if self.training else x
@@ -232,8 +234,8 @@ NEAR: dict[str, Callable[[], nn.Module]] = {
 
 
 @pytest.mark.parametrize("name", NEAR)
-def test_what_comes_near_to_mixing_is_taken(name: str) -> None:
-    """Catches models that are refused, and compute each token alone."""
+def test_code_that_treats_each_token_alone_is_accepted(name: str) -> None:
+    """Catches models that are refused although they compute each token alone."""
     TracedModel(NEAR[name]())
 
 
@@ -253,7 +255,7 @@ UNCHECKED: dict[str, tuple[Callable[[], nn.Module], str]] = {
 def test_a_model_that_cannot_be_checked_is_refused_unless_it_is_allowed(
     name: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Catches a model that is taken on trust, and a key that does not allow it."""
+    """Catches a model accepted without a check, and a key that does not allow it."""
     make, said = UNCHECKED[name]
     with pytest.raises(ValueError, match=rf"{said}\. .* or set model\.allow_unchecked: true"):
         TracedModel(make())

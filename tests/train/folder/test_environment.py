@@ -1,4 +1,4 @@
-"""The record of software and machines."""
+"""The record of software and machines in a run's folder."""
 
 import json
 import re
@@ -11,8 +11,8 @@ import torch
 from isp.train.folder.environment import Environment, RankPlace, _git_commit
 
 
-def test_environment_of_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches a record that does not say with what, where and on how many ranks a run was made."""
+def test_the_environment_of_a_run_is_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a record without the versions, the machine or the number of ranks of a run."""
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     places = [RankPlace("b", "X100"), RankPlace("b", "X100"), RankPlace("a", "CPU")]
     environment = json.loads(Environment.of(places).to_json())
@@ -33,8 +33,10 @@ def git(folder: Path, *words: str) -> str:
     return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
 
 
-def test_commit_of_the_source(tmp_path: Path) -> None:
-    """Catches the commit of a repository that only surrounds an installation, or changes unseen."""
+def test_the_commit_of_the_source_is_recorded(tmp_path: Path) -> None:
+    """Catches the commit of a repository that only contains an installation, and unnoticed
+    changes.
+    """
     source, other = tmp_path / "source.py", tmp_path / "installed.py"
     source.write_text("1")
     other.write_text("1")
@@ -50,7 +52,7 @@ def test_commit_of_the_source(tmp_path: Path) -> None:
     assert _git_commit(source) == f"{commit}-dirty"
 
 
-def test_no_git(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_run_works_without_git(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Catches a run that fails where git is not installed."""
     monkeypatch.setenv("PATH", str(tmp_path))
     assert _git_commit(Path(__file__)) is None

@@ -1,4 +1,4 @@
-"""Which line goes where, and what happens to failures."""
+"""Log files and terminal: which line goes where, and what happens on failures."""
 
 import io
 import logging
@@ -24,8 +24,8 @@ def path(tmp_path: Path) -> Path:
     return tmp_path / "rank_0.log"
 
 
-def test_lines_of_rank_0(path: Path, terminal: io.StringIO) -> None:
-    """Catches a step's line that is decorated, or a warning that looks like one."""
+def test_lines_of_rank_0_go_to_terminal_and_file(path: Path, terminal: io.StringIO) -> None:
+    """Catches a step's line with a prefix, and a warning that looks like a step's line."""
     with run_logging(path, rank=0, terminal=terminal):
         logger.info("step: %d", 1)
         logger.warning("careful")
@@ -43,7 +43,7 @@ def test_lines_of_rank_0(path: Path, terminal: io.StringIO) -> None:
 def test_other_ranks_are_silent(
     path: Path, terminal: io.StringIO, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Catches every line on the terminal as often as there are ranks."""
+    """Catches every line on the terminal once for each rank."""
     with run_logging(path, rank=3, terminal=terminal):
         logger.info("one")
         warnings.warn("two", stacklevel=1)
@@ -53,7 +53,7 @@ def test_other_ranks_are_silent(
     assert "two" in path.read_text()
 
 
-def test_a_resumed_run_writes_on(path: Path, terminal: io.StringIO) -> None:
+def test_a_resumed_run_appends_to_its_log(path: Path, terminal: io.StringIO) -> None:
     """Catches the log of the first part overwritten by the second."""
     for text in ("one", "two"):
         with run_logging(path, rank=0, terminal=terminal):
@@ -61,8 +61,8 @@ def test_a_resumed_run_writes_on(path: Path, terminal: io.StringIO) -> None:
     assert [line.split(": ")[1] for line in path.read_text().splitlines()] == ["one", "two"]
 
 
-def test_everything_is_put_back(path: Path, terminal: io.StringIO) -> None:
-    """Catches handlers that pile up, so that lines double."""
+def test_logging_is_restored_at_the_end(path: Path, terminal: io.StringIO) -> None:
+    """Catches handlers that accumulate, so that lines are doubled."""
     root = logging.getLogger()
     before = (list(root.handlers), logging.getLogger("isp").level, threading.excepthook)
     with run_logging(path, rank=0, terminal=terminal):
@@ -70,8 +70,8 @@ def test_everything_is_put_back(path: Path, terminal: io.StringIO) -> None:
     assert (root.handlers, logging.getLogger("isp").level, threading.excepthook) == before
 
 
-def test_exception_is_in_the_file(path: Path, terminal: io.StringIO) -> None:
-    """Catches a rank that dies without a trace, or whose trace is shown twice."""
+def test_an_exception_is_written_to_the_file(path: Path, terminal: io.StringIO) -> None:
+    """Catches a rank that dies without a traceback, or whose traceback is shown twice."""
     with pytest.raises(ZeroDivisionError), run_logging(path, rank=0, terminal=terminal):
         _ = 1 // 0
     text = path.read_text()
@@ -81,17 +81,17 @@ def test_exception_is_in_the_file(path: Path, terminal: io.StringIO) -> None:
     assert terminal.getvalue() == ""
 
 
-def test_leaving_is_not_a_failure(path: Path, terminal: io.StringIO) -> None:
+def test_a_regular_exit_is_not_logged_as_a_failure(path: Path, terminal: io.StringIO) -> None:
     """Catches an exit code taken for a crash."""
     with pytest.raises(SystemExit), run_logging(path, rank=0, terminal=terminal):
         raise SystemExit(0)
     assert path.read_text() == ""
 
 
-def test_exception_of_a_thread_is_in_the_file(
+def test_an_exception_of_a_thread_is_written_to_the_file(
     path: Path, terminal: io.StringIO, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Catches a reader or writer thread that dies unnoticed, or is kept from the hook before."""
+    """Catches a reader or writer thread that dies unnoticed, and a replaced excepthook."""
     failures = []
     monkeypatch.setattr(threading, "excepthook", failures.append)
     with run_logging(path, rank=0, terminal=terminal):
@@ -103,11 +103,12 @@ def test_exception_of_a_thread_is_in_the_file(
     assert [failure.exc_type for failure in failures] == [ZeroDivisionError]
 
 
-def test_full_disk_is_reported_once(
+def test_a_full_disk_is_reported_once(
     path: Path, terminal: io.StringIO, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Catches a run killed, or a terminal flooded, by a log that cannot be written."""
-    path.write_text("x" * 10**6)  # so that the limit does not concern where stderr goes
+    """Catches a run ended, or a terminal flooded, by a log that cannot be written."""
+    # so that the size limit only affects the log, not the file of stderr
+    path.write_text("x" * 10**6)
     with no_file_larger_than(10**6 + 50), run_logging(path, rank=0, terminal=terminal):
         for step in range(500):
             logger.info("step: %d", step)
@@ -117,10 +118,10 @@ def test_full_disk_is_reported_once(
     assert str(path) in line
 
 
-def test_closed_terminal_does_not_end_the_run(
+def test_a_closed_terminal_does_not_end_the_run(
     path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Catches a run killed or flooded with traces because the reader of its output went away."""
+    """Catches a run ended or flooded with tracebacks because the reader of its output has gone."""
 
     class Closed(io.StringIO):
         def write(self, text: str) -> int:
@@ -133,8 +134,8 @@ def test_closed_terminal_does_not_end_the_run(
     assert len(capfd.readouterr().err.splitlines()) == 1
 
 
-def test_log_that_cannot_be_opened(tmp_path: Path, terminal: io.StringIO) -> None:
-    """Catches training that starts without the log it promised."""
+def test_a_log_that_cannot_be_opened_is_an_error(tmp_path: Path, terminal: io.StringIO) -> None:
+    """Catches training that starts without the log that was requested."""
     path = tmp_path / "missing" / "rank_0.log"
     with pytest.raises(FileNotFoundError, match="missing"), run_logging(path, rank=0):
         pytest.fail("entered")

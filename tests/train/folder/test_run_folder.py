@@ -1,4 +1,4 @@
-"""The folder of a run: made, linked, found again, resumed, and refused where it cannot be used."""
+"""The folder of a run: created, linked, found again, resumed, and refused where unusable."""
 
 import os
 from dataclasses import replace
@@ -22,8 +22,8 @@ def job(tmp_path: Path) -> JobSection:
     return JobSection(name="words", dump_folder=str(tmp_path / "outputs"))
 
 
-def test_new_run(job: JobSection) -> None:
-    """Catches a folder that is not where the docs say, or lacks a part."""
+def test_a_new_run_has_its_documented_folder(job: JobSection) -> None:
+    """Catches a folder in another place than documented, or without a file."""
     run = RunFolder.create(job, NAME)
     run.describe("a: 1\n", Environment.of([RankPlace("host", "cpu")]).to_json())
     MetricsFile(run.metrics_file).close()
@@ -35,22 +35,24 @@ def test_new_run(job: JobSection) -> None:
     assert run.checkpoint_folder == run.path / "checkpoint"
 
 
-def test_relative_dump_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_relative_dump_folder_is_made_absolute(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Catches a run that loses its folder when the working directory changes."""
     monkeypatch.chdir(tmp_path)
     run = RunFolder.create(JobSection(name="words"), NAME)
     assert run.path == tmp_path / "outputs" / "words" / NAME
 
 
-def test_runs_of_the_same_second(job: JobSection) -> None:
+def test_runs_of_the_same_second_have_ordered_folders(job: JobSection) -> None:
     """Catches two runs that share a folder, and the tenth sorted before the second."""
     names = [RunFolder.create(job, NAME).path.name for _ in range(11)]
     assert names == [NAME, *(f"{NAME}_{n}" for n in range(2, 12))]
     assert [run.path.name for run in earlier_runs(job)] == names[::-1]
 
 
-def test_latest_follows_creating_and_resuming(job: JobSection) -> None:
-    """Catches a link that stays behind, dangles when the tree is moved, or is not replaced."""
+def test_latest_follows_new_and_resumed_runs(job: JobSection) -> None:
+    """Catches a link that is not replaced, or is broken when the tree is moved."""
     first, second = RunFolder.create(job, NAME), RunFolder.create(job, "2026-11-22_00-00-00Z")
     latest = first.path.parent / "latest"
     assert os.readlink(latest) == second.path.name
@@ -59,8 +61,10 @@ def test_latest_follows_creating_and_resuming(job: JobSection) -> None:
     assert sorted(p.name for p in latest.parent.iterdir()) == [NAME, second.path.name, "latest"]
 
 
-def test_something_called_latest(job: JobSection, caplog: pytest.LogCaptureFixture) -> None:
-    """Catches a folder of the user removed, or a run refused, for the sake of the link."""
+def test_a_users_file_called_latest_is_kept(
+    job: JobSection, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Catches a folder of the user removed, or a run refused, because of the link."""
     mine = Path(job.dump_folder, "words", "latest")
     mine.mkdir(parents=True)
     RunFolder.create(job, NAME)
@@ -69,8 +73,8 @@ def test_something_called_latest(job: JobSection, caplog: pytest.LogCaptureFixtu
     assert sorted(p.name for p in mine.parent.iterdir()) == [NAME, "latest"]
 
 
-def test_resuming_writes_on_in_the_same_folder(job: JobSection) -> None:
-    """Catches metrics of lost steps kept, earlier ones lost, or the first configuration lost."""
+def test_a_resumed_run_continues_in_its_folder(job: JobSection) -> None:
+    """Catches metrics of lost steps kept, earlier metrics lost, or a lost first configuration."""
     run = RunFolder.create(job, NAME)
     run.describe("steps: 3\n", "{}")
     with MetricsFile(run.metrics_file) as metrics:
@@ -92,8 +96,8 @@ def test_resuming_writes_on_in_the_same_folder(job: JobSection) -> None:
     }
 
 
-def test_other_ranks_join(job: JobSection, tmp_path: Path) -> None:
-    """Catches a rank on a machine of its own disk that has no folder for its log."""
+def test_other_ranks_use_the_folder_of_rank_0(job: JobSection, tmp_path: Path) -> None:
+    """Catches a rank on a machine with a disk of its own that has no folder for its log."""
     run = RunFolder.create(job, NAME)
     assert RunFolder.join(run.path) == run
     elsewhere = tmp_path / "other disk" / "words" / NAME
@@ -104,15 +108,15 @@ def test_other_ranks_join(job: JobSection, tmp_path: Path) -> None:
     assert local.checkpoint_folder == run.checkpoint_folder
 
 
-def test_resuming_what_is_not_there(tmp_path: Path) -> None:
-    """Catches an empty run made up in place of the one asked for."""
+def test_a_missing_run_cannot_be_resumed(tmp_path: Path) -> None:
+    """Catches an empty run created in place of the requested one."""
     with pytest.raises(ValueError, match="gone: no such run to resume"):
         RunFolder.reopen(tmp_path / "gone")
     assert not (tmp_path / "gone").exists()
 
 
-def test_dump_folder_that_is_a_file(tmp_path: Path) -> None:
-    """Catches a trace of the file system's error in place of the key to change."""
+def test_a_dump_folder_that_is_a_file_is_refused(tmp_path: Path) -> None:
+    """Catches a traceback of the file system in place of the key to change."""
     file = tmp_path / "file"
     file.write_text("text")
     for folder in (file, file / "below"):
@@ -125,8 +129,8 @@ def test_dump_folder_that_is_a_file(tmp_path: Path) -> None:
     assert file.read_text() == "text"
 
 
-def test_full_disk_before_the_run(job: JobSection) -> None:
-    """Catches training that starts where nothing can be kept, and half a run left behind."""
+def test_a_full_disk_is_reported_before_the_run(job: JobSection) -> None:
+    """Catches training that starts where nothing can be saved, and a partial run folder."""
     run = RunFolder.create(job, NAME)
     with no_file_larger_than(1000):
         with pytest.raises(ValueError, match=r"job\.dump_folder=.*room for checkpoints"):
@@ -138,8 +142,8 @@ def test_full_disk_before_the_run(job: JobSection) -> None:
     assert (run.path.parent / "latest").resolve() == run.path
 
 
-def test_config_is_replaced_in_one_piece(job: JobSection) -> None:
-    """Catches half a configuration, or none, on a disk that fills up."""
+def test_the_config_is_replaced_atomically(job: JobSection) -> None:
+    """Catches a partial configuration, or none, on a disk that fills up."""
     run = RunFolder.create(job, NAME)
     run.describe("first\n", "{}")
     with no_file_larger_than(3), pytest.raises(OSError, match="File too large"):

@@ -1,4 +1,4 @@
-"""What a run that is out of memory leaves behind: who held what, and where it was."""
+"""The report of a run that is out of memory: what used the memory, and where it failed."""
 
 from __future__ import annotations
 
@@ -32,12 +32,14 @@ LAYOUT = Layout(mode=Mode.ISP, tensor=2, weight=2, data=2, micro=2)
 
 
 def allocate_too_much() -> Tensor:
-    """A tensor for which no machine has the addresses."""
+    """Allocate a tensor larger than any machine's address space."""
     return torch.empty(2**60, dtype=torch.uint8)
 
 
 def _owners(rank: int, dtype: torch.dtype) -> tuple[dict[str, int], int, int, dict[str, int]]:
-    """The owners after two steps; elements of this rank's shards and rows; what pools hold."""
+    """Return the owners of memory after two steps, elements of this rank's shards and rows, and
+    bytes in pools.
+    """
     run = make_run(Meshes(rank).of(LAYOUT), LAYOUT, Task(model=MODEL), dtype=dtype)
     run.numbers(range(2))
     communicator = run.step.communicator
@@ -58,8 +60,8 @@ def _owners(rank: int, dtype: torch.dtype) -> tuple[dict[str, int], int, int, di
 @pytest.mark.parametrize(
     ("dtype", "master"), [(torch.float32, 0), (torch.bfloat16, 4)], ids=["float32", "bfloat16"]
 )
-def test_sizes_are_those_of_the_things(dtype: torch.dtype, master: int) -> None:
-    """Catches masters that are the weights counted twice, and shards counted as wholes."""
+def test_reported_sizes_are_those_of_the_tensors(dtype: torch.dtype, master: int) -> None:
+    """Catches masters that are the weights counted twice, and shards counted as whole tensors."""
     for found, elements, rows, pools in run_ranks(LAYOUT.world, _owners, dtype):
         assert 0 < rows < elements
         assert found["weights"] == elements * dtype.itemsize
@@ -70,7 +72,7 @@ def test_sizes_are_those_of_the_things(dtype: torch.dtype, master: int) -> None:
 
 
 def test_owners_are_listed_by_size() -> None:
-    """Catches the one that matters lost among the others."""
+    """Catches the largest owner lost among the others."""
     owners = {"weights": 3 * 2**20, "optimizer states": 2**32}
     assert describe_owners(owners, 2**32 + 2**29).splitlines() == [
         "  optimizer states            4.00 GiB",
@@ -79,8 +81,8 @@ def test_owners_are_listed_by_size() -> None:
     ]
 
 
-def test_other_errors_are_left_alone() -> None:
-    """Catches every error dressed up as one of memory."""
+def test_other_errors_are_unchanged() -> None:
+    """Catches any error reported as one of memory."""
     with (
         pytest.raises(RuntimeError, match=r"^shapes$"),
         MemoryGuard(CPU, rank=0, snapshots=None),
@@ -88,8 +90,8 @@ def test_other_errors_are_left_alone() -> None:
         raise RuntimeError("shapes")
 
 
-def test_an_error_that_led_to_another_is_found() -> None:
-    """Catches the wrapping of torch's pipelines, which hides what went wrong."""
+def test_an_error_wrapped_in_another_is_found() -> None:
+    """Catches the wrapping of torch's pipelines, which hides the cause."""
 
     def wrap() -> None:
         try:
@@ -104,8 +106,10 @@ def test_an_error_that_led_to_another_is_found() -> None:
         wrap()
 
 
-def test_a_run_tells_who_held_its_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches a rank that dies with the allocator's line alone, or blames the wrong phase."""
+def test_a_run_reports_the_owners_of_its_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Catches a rank that ends with only the allocator's message, or reports the wrong phase."""
     forward, calls = StageModule.__call__, []
 
     def forward_or_fail(self: StageModule, *args: Tensor) -> Tensor:
@@ -140,7 +144,7 @@ def test_a_run_tells_who_held_its_memory(tmp_path: Path, monkeypatch: pytest.Mon
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_a_snapshot_is_written(tmp_path: Path) -> None:
-    """Catches a history that is recorded, at a cost, and then lost."""
+    """Catches a memory history that is recorded, at a cost, and then lost."""
     device = torch.device("cuda", 0)
     with (
         pytest.raises(OutOfMemory, match=r"its history is in .*rank_0\.pickle"),

@@ -1,4 +1,4 @@
-"""How long the rest of a run takes, from what its steps have taken."""
+"""The predicted time of the rest of a run, from the times of its steps."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ def job(*, freq: int = 0, interval: int = 0) -> JobConfig:
 
 
 def times(step: float, *, evaluation: float = 0.0, save: float = 0.0) -> PhaseTimes:
-    """Half of `step` in forward and backward, the rest elsewhere."""
+    """Return phase times with half of `step` in forward and backward, and half elsewhere."""
     found = dict.fromkeys(Phase, 0.0)
     found[Phase.FORWARD_BACKWARD] = found[Phase.OTHER] = step / 2
     found[Phase.EVALUATION], found[Phase.CHECKPOINT] = evaluation, save
     return found
 
 
-def test_the_first_step_is_no_measure() -> None:
-    """Catches a run of hours announced because the first step loaded kernels."""
+def test_the_first_step_is_ignored() -> None:
+    """Catches a prediction of hours because the first step loaded kernels."""
     pace = Pace(job())
     pace.count(times(60.0))
     assert pace.seconds_left(1) is None
@@ -48,8 +48,12 @@ def test_the_first_step_is_no_measure() -> None:
 @pytest.mark.parametrize(
     ("step", "evaluations", "saves"), [(2, 4, 3), (3, 3, 3), (4, 3, 2), (8, 2, 1), (9, 1, 1)]
 )
-def test_evaluations_and_saves_to_come_are_counted(step: int, evaluations: int, saves: int) -> None:
-    """Catches the one at the end counted twice or not, with or without a multiple there."""
+def test_remaining_evaluations_and_saves_are_counted(
+    step: int, evaluations: int, saves: int
+) -> None:
+    """Catches the last one counted twice or not at all, whether or not the last step is a
+    multiple.
+    """
     pace = Pace(job(freq=3, interval=4))
     pace.count(times(1.0))
     pace.count(times(1.0, evaluation=100.0, save=10000.0))
@@ -57,7 +61,7 @@ def test_evaluations_and_saves_to_come_are_counted(step: int, evaluations: int, 
     assert pace.seconds_left(step) == pytest.approx(expected)
 
 
-def test_the_end_of_a_run_without_them_saves_once() -> None:
+def test_a_run_without_evaluations_only_counts_its_last_save() -> None:
     """Catches evaluations counted in a run that has none."""
     pace = Pace(job())
     pace.count(times(1.0))
@@ -67,8 +71,8 @@ def test_the_end_of_a_run_without_them_saves_once() -> None:
     assert pace.seconds_to_stop() == pytest.approx(2.0 + 5.0)
 
 
-def test_the_last_save_is_waited_for() -> None:
-    """Catches a run that passes its limit because saves in the background seem to take no time."""
+def test_the_last_save_counts_in_full() -> None:
+    """Catches a run that exceeds its limit because background saves seem to take no time."""
     pace = Pace(job(interval=4))
     pace.count(times(1.0))
     pace.count(times(1.0, save=0.25), write_seconds=30.0)

@@ -1,4 +1,4 @@
-"""What a run on CPU tells of ranks that wait for each other."""
+"""The log line of a run on CPU about ranks that wait for each other."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ from tests.train.jobs import run_folders, run_forked, write_job
 
 
 def _describe(rank: int, launched: tuple[float, ...]) -> str | None:
-    """A gather that every rank waits for at once, from its launch to 5."""
+    """Describe a gather that every rank waits for at once, from its launch to 5."""
     mesh = Mesh(Topology.create(2, ParallelConfig(weight=WeightConfig(size=2))), rank)
     begin, tag = launched[rank], Tag(Purpose.WEIGHT, "a")
     transfer = TimedTransfer("all_gather", "weight", tag, 8, begin, 5.0, 5.0 - begin, True, begin)
     return describe_waits(mesh, [transfer])
 
 
-def test_waiting_for_a_late_rank_is_told_apart() -> None:
-    """Catches the share of one rank alone (80%), and time in which the transfer moved."""
+def test_waiting_for_a_late_rank_is_reported_separately() -> None:
+    """Catches the share of one rank only (80%), and time in which data were sent."""
     first, second = run_ranks(2, _describe, (0.0, 4.0))
     assert first == second is not None
     assert "67% of the exposed time of the last step was ranks waiting for each other" in first
     assert run_ranks(2, _describe, (5.0, 5.0)) == [None, None]
 
 
-def test_a_run_tells_once_that_its_ranks_share_cores(
+def test_ranks_that_share_cores_are_reported_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Catches a line that is left out, or told with every step."""
+    """Catches a missing line, and one at every step."""
     monkeypatch.setattr(os, "cpu_count", lambda: 1)
     job = write_job(tmp_path)
     run_forked(job, "--training.steps", "3")

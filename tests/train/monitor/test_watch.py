@@ -1,4 +1,4 @@
-"""Warnings about a loss that jumps and a rank that is slow."""
+"""Warnings about a loss that jumps and about a slow rank."""
 
 from __future__ import annotations
 
@@ -31,22 +31,22 @@ SLEEP_SECONDS = 0.05
 
 
 def told(watch: LossWatch, losses: list[float]) -> list[int]:
-    """The steps that the watch tells of, the first being 0."""
+    """Return the steps with a warning, counted from 0."""
     return [step for step, loss in enumerate(losses) if watch.look(step, loss) is not None]
 
 
 def noisy(count: int, *, spread: float = 0.05) -> list[float]:
-    """Losses that fall from 4 to 2, with normal noise."""
+    """Return losses that fall from 4 to 2, with normal noise."""
     noise = random.Random(3)
     return [2 + 2 * math.exp(-step / 50) + noise.gauss(0, spread) for step in range(count)]
 
 
-def test_a_spike_is_told_once_and_again_when_it_returns() -> None:
-    """Catches a warning a step, and a spike that hides the next one."""
+def test_a_spike_is_reported_once_and_again_when_it_returns() -> None:
+    """Catches a warning for each step, and a spike that hides the next one."""
     losses = noisy(300)
     for step in (*range(200, 210), 250):
         losses[step] += 1.0
-    losses[220] -= 1.0  # a fall is none
+    losses[220] -= 1.0  # a drop is no spike
     assert told(LossWatch(6.0), losses) == [200, 250]
     assert told(LossWatch(0.0), losses) == []
     assert told(LossWatch(30.0), losses) == []
@@ -60,15 +60,17 @@ def test_a_spike_is_told_once_and_again_when_it_returns() -> None:
 
 
 def test_noise_and_the_first_steps_are_no_spikes() -> None:
-    """Catches warnings that nobody would read after a day of them."""
+    """Catches frequent false warnings, which users would soon ignore."""
     assert told(LossWatch(6.0), noisy(2000)) == []
     assert told(LossWatch(6.0), [2.0, *[1.0] * 18, 5.0]) == []
     assert told(LossWatch(6.0), [1.0] * 50 + [1.05] * 50) == [], "equal losses have no spread"
     assert told(LossWatch(6.0), [1.0] * 50 + [1.07] * 50) == [50]
 
 
-def test_losses_that_are_not_finite_are_left_out() -> None:
-    """Catches a median of NaN, which would end all warnings; skips are told elsewhere."""
+def test_losses_that_are_not_finite_are_ignored() -> None:
+    """Catches a median of NaN, which would end all warnings; skipped steps are reported
+    elsewhere.
+    """
     losses = [1.0] * 30 + [math.nan, math.inf] * 5 + [1.0, 9.0]
     assert told(LossWatch(6.0), losses) == [41]
 
@@ -83,7 +85,9 @@ def watch(world: int, *, stages: int = 1, factor: float = 1.5) -> SlowRankWatch:
 
 @pytest.mark.parametrize("world", [2, 3, 4, 5])
 def test_a_rank_that_stays_slow_is_named_once(world: int) -> None:
-    """Catches another rank named, one slow step told, and a median moved by the slow rank."""
+    """Catches another rank named, a single slow step reported, and a median moved by the slow
+    rank.
+    """
     found, slow = watch(world), [1.0] * (world - 1) + [1.6]
     steps = [slow, slow, [1.0] * world, slow, slow, slow, slow, slow]
     lines = [line for step, own in enumerate(steps) for line in found.look(step, own)]
@@ -96,7 +100,7 @@ def test_a_rank_that_stays_slow_is_named_once(world: int) -> None:
     assert [watch(world, factor=0.0).look(s, own) for s, own in enumerate(steps)] == [[]] * 8
 
 
-def test_two_of_five_may_be_slow() -> None:
+def test_two_slow_ranks_of_five_are_found() -> None:
     """Catches a mean, which slow ranks move."""
     found = watch(5)
     lines = [found.look(step, [9.0, 1.0, 1.1, 0.9, 7.0]) for step in range(3)]
@@ -107,7 +111,7 @@ def test_two_of_five_may_be_slow() -> None:
 
 
 def test_stages_are_not_compared() -> None:
-    """Catches the last stage, which has the head, called slow."""
+    """Catches the last pipeline stage, which has the head, reported as slow."""
     found = watch(4, stages=2)
     assert [found.look(step, [1.0, 1.0, 9.0, 9.0]) for step in range(4)] == [[]] * 4
     alone = watch(2, stages=2)
@@ -117,7 +121,7 @@ def test_stages_are_not_compared() -> None:
 def test_a_run_names_its_slow_rank_and_its_spike(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Catches the rank that waits named for the one it waits for, and a watch nobody asks."""
+    """Catches a waiting rank named for the one it waits for, and a watch that no run uses."""
     forward, loss = StageModule.__call__, StageModule.loss
     end_step, own = StepMeter.end_step, []
 
@@ -146,7 +150,7 @@ def test_a_run_names_its_slow_rank_and_its_spike(
         return min(own)
 
     waits, works = run_programs(2, train)
-    # both work alike beside the sleep, on a busy machine for longer than that
+    # apart from the sleep, both do equal work, which may take longer than that on a busy machine
     assert waits + SLEEP_SECONDS / 2 < works, "what a rank waits for the other is not its own"
     (run,) = run_folders(job)
     log = (run / "logs/rank_0.log").read_text()
@@ -156,8 +160,8 @@ def test_a_run_names_its_slow_rank_and_its_spike(
     assert spike.startswith("step 24: the loss ")
 
 
-def test_what_travels_in_a_pause_is_counted_from_its_end() -> None:
-    """Catches weights on their way during an evaluation as communication of the next step."""
+def test_transfers_during_an_evaluation_are_timed_from_its_end() -> None:
+    """Catches weights sent during an evaluation counted as communication of the next step."""
     log, device = CommLog(), torch.device("cpu")
     meter = StepMeter(log, PhaseClock(device), device, num_ranks=1, peak_tflops=None)
     transfer = log.start("all_gather", "weight", UNNAMED, 8)
@@ -169,8 +173,8 @@ def test_what_travels_in_a_pause_is_counted_from_its_end() -> None:
     assert transfer.duration < 50.0
 
 
-def test_the_steps_of_a_record_add_up() -> None:
-    """Catches the speed of all ranks given as that of one, and time of transfers counted twice."""
+def test_a_record_of_several_steps_sums_them() -> None:
+    """Catches the throughput of all ranks given as that of one, and transfer time counted twice."""
     log, device = CommLog(), torch.device("cpu")
     meter = StepMeter(log, PhaseClock(device), device, num_ranks=4, peak_tflops=1e3)
     begin = time.perf_counter() + 1

@@ -1,7 +1,7 @@
-"""A checkpoint of an earlier version, whose q, k and v, and gate and up, were one parameter each.
+"""A checkpoint of an earlier version, in which q, k, v, as well as gate and up, were fused.
 
-It was saved after `SAVED` steps of `TASK` on `THERE` by the decoder of that version, which then
-trained the steps of `THEN`.
+The decoder of that version saved it after `SAVED` steps of `TASK` on `THERE`, and then trained the
+steps with the results `THEN`.
 """
 
 from __future__ import annotations
@@ -68,8 +68,8 @@ def _resume(rank: int, layout: Layout, folder: Path) -> Numbers:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-def test_it_is_resumed(layout: Layout, tmp_path: Path) -> None:
-    """Catches a weight or a moment in the place of another, in what q, k, v, gate and up become."""
+def test_a_checkpoint_with_fused_weights_is_resumed(layout: Layout, tmp_path: Path) -> None:
+    """Catches a weight or moment of q, k, v, gate or up loaded into another of them."""
     with tarfile.open(FILE) as archive:
         archive.extractall(tmp_path, filter="data")
     for numbers in run_ranks(2, _resume, layout, tmp_path):

@@ -1,7 +1,7 @@
-"""A run folder of the version before keys were removed: resumed, evaluated and exported.
+"""A run folder of a version with keys that were later removed: resumed, evaluated and exported.
 
 The run in `ARCHIVE` trained a Llama folder named by `model.init_from` on `tables.txt`, and was
-stopped after its checkpoint of step 2; `THEN` is what the next steps of that version came to.
+stopped after its checkpoint of step 2; `THEN` are that version's results of the next steps.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ THEN = [(6.157193899154663, 3.165778739344532), (6.168535232543945, 1.7371808160
 
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Return the run's folder; the working directory is the one in which it was started."""
+    """Return the run's folder, and change to the working directory in which it was started."""
     with tarfile.open(ARCHIVE) as archive:
         archive.extractall(tmp_path, filter="data")
     monkeypatch.chdir(tmp_path)
@@ -33,8 +33,8 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return found
 
 
-def test_it_is_resumed_evaluated_and_exported(run: Path) -> None:
-    """Catches a kept key of an earlier version that this one refuses, and other sizes for it."""
+def test_an_earlier_run_is_resumed_evaluated_and_exported(run: Path) -> None:
+    """Catches a saved key of an earlier version that is refused, and other sizes for the model."""
     config = load_config(run / "config.yaml")
     run_programs(1, lambda rank: train(config))
     found = [(line.loss, line.grad_norm) for line in read_metrics(run / "metrics.jsonl")[2:]]
@@ -46,8 +46,8 @@ def test_it_is_resumed_evaluated_and_exported(run: Path) -> None:
     assert main(["checkpoint", "export", step, "--hf", "exported"]) == 0
 
 
-def test_it_does_not_begin_again_with_random_weights(run: Path) -> None:
-    """Catches a run whose initial weights are ignored before its first checkpoint."""
+def test_an_earlier_run_without_a_checkpoint_starts_from_its_initial_weights(run: Path) -> None:
+    """Catches a run before its first checkpoint that ignores model.init_from."""
     shutil.rmtree(run / "checkpoint")
     with pytest.raises(ConfigError, match=r"no checkpoint to go on from: start a run of model.hf"):
         load_config(run / "config.yaml")

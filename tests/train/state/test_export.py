@@ -1,4 +1,4 @@
-"""Runs of the decoder as folders of transformers: from every layout, by name and digit."""
+"""Runs of the decoder exported as folders of transformers, from every layout, in every digit."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ SAVED = [("isp", "mistral"), ("isp", "mixtral"), ("isp", "qwen3_moe"), ("mtp", "
 
 
 def _config(folder: Path, name: str) -> JobConfig:
-    """A configuration of the decoder `name`."""
+    """Return a configuration of the decoder `name`."""
     model = TypeAdapter(ModelConfig).dump_python(MADE[name], mode="json")
     values = {
         "model": model,
@@ -62,12 +62,12 @@ def _config(folder: Path, name: str) -> JobConfig:
 
 @pytest.fixture(scope="module")
 def models() -> dict[str, Any]:
-    """The model of transformers for each decoder, by its name."""
+    """Return the model of transformers for each decoder, by its name."""
     return {name: of_decoder(MADE[name], SEQ_LEN) for of in CASES.values() for name in of}
 
 
 def _begin(run: Run, state: dict[str, torch.Tensor]) -> None:
-    """Give a run the weights of a model of transformers, which have the same names."""
+    """Load the weights of a transformers model, which have the same names, into a run."""
     with torch.no_grad():
         for item in run.parameters:
             item.parameter.copy_(item.layout.shard(state[item.name]))
@@ -76,7 +76,7 @@ def _begin(run: Run, state: dict[str, torch.Tensor]) -> None:
 
 
 def _go(rank: int, models: dict[str, Any], configs: dict[str, JobConfig], saved: Path) -> Any:
-    """Loss and gradient norm of a first step, of all families in all layouts."""
+    """Return loss and gradient norm of a first step, for all families in all layouts."""
     meshes, found = Meshes(rank), {}
     for of, layout in LAYOUTS.items():
         for name in CASES[of] if rank < layout.world else ():
@@ -97,11 +97,11 @@ def _save(run: Run, config: JobConfig, folder: Path) -> None:
         checkpointer.save(1, state, tokens=0, shared=shared, wait=True)
 
 
-def test_every_layout_computes_what_transformers_does(models, tmp_path, monkeypatch) -> None:
-    """A row in another place: a segment, a KV group, a rank's interval, or an angle of its own.
+def test_every_layout_computes_as_transformers(models, tmp_path, monkeypatch) -> None:
+    """Catches a row in another place: of a segment, a KV group or a rank's interval; and rotary
+    angles.
 
-    Exported from two layouts, every tensor is the one that was there, bit for bit, in several
-    files of which none holds much.
+    Exports from two layouts must have the original tensors bit by bit, in several small files.
     """
     configs = {name: _config(tmp_path, name) for name in models}
     of_ranks = run_ranks(4, _go, models, configs, tmp_path, timeout_seconds=110)
@@ -123,7 +123,7 @@ def test_every_layout_computes_what_transformers_does(models, tmp_path, monkeypa
 
 
 def _plainly(reference: Any, batches: list[Any]) -> tuple[float, float]:
-    """Loss and gradient norm of a step."""
+    """Return loss and gradient norm of a step of the reference."""
     reference.zero_grad()
     logits = torch.cat([reference(batch.tokens) for batch in batches])
     labels = torch.cat([batch.labels for batch in batches])
@@ -134,14 +134,14 @@ def _plainly(reference: Any, batches: list[Any]) -> tuple[float, float]:
 
 
 def _logits(decoder: Decoder, tokens: torch.Tensor) -> torch.Tensor:
-    """[1, S] -> [1, S, V]."""
+    """Return logits [1, S, V] of tokens [1, S]."""
     with torch.no_grad():
         logits: torch.Tensor = decoder(tokens, torch.arange(tokens.shape[1])[None])
         return logits
 
 
-def test_a_trained_model_is_the_same_in_transformers(tmp_path, capsys) -> None:
-    """An export of other weights than the last step's, or of a stale configuration."""
+def test_a_trained_model_gives_the_same_logits_in_transformers(tmp_path, capsys) -> None:
+    """Catches an export of other weights than the last step's, and of an outdated configuration."""
     job = write_job(tmp_path)
     words = ["--training.dtype=float64", "--model.rope_theta=500.0"]
     sizes_of_isp = ["--parallel.tensor.size=2", "--parallel.weight.size=4"]
@@ -165,8 +165,8 @@ def test_a_trained_model_is_the_same_in_transformers(tmp_path, capsys) -> None:
     assert (expected - _logits(start, tokens)).abs().max() > 1e-2  # it was trained
 
 
-def test_an_export_has_one_tensor_at_a_time(tmp_path, monkeypatch) -> None:
-    """A model that is read whole before its first file is written."""
+def test_an_export_holds_one_tensor_at_a_time(tmp_path, monkeypatch) -> None:
+    """Catches a model that is read whole before its first file is written."""
     run_forked(write_job(tmp_path), "--training.steps=1", "--model.num_layers=2")
     files: list[int] = []
 
@@ -186,8 +186,8 @@ def test_an_export_has_one_tensor_at_a_time(tmp_path, monkeypatch) -> None:
     assert json.loads((tmp_path / "hf" / "config.json").read_text())["torch_dtype"] == "bfloat16"
 
 
-def test_an_export_that_cannot_be_is_refused(tmp_path, capsys) -> None:
-    """An export that writes over a model, or leaves half a one."""
+def test_an_impossible_export_is_refused(tmp_path, capsys) -> None:
+    """Catches an export that overwrites a model, or leaves a partial one."""
     source = tmp_path / "source"
     source.mkdir()
     for name in ("config.json", "model.safetensors"):
@@ -213,7 +213,7 @@ def _tensors(folder: Path) -> dict[str, torch.Tensor]:
 def test_weights_that_are_loaded_are_not_drawn(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Catches minutes of random numbers at the start of a run that resumes or loads others."""
+    """Catches minutes of random initialization in a run that resumes or loads its weights."""
     job, few = write_job(tmp_path), ("--training.steps", "1")
     run_forked(job, *few)
     (first,) = run_folders(job)

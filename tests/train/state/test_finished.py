@@ -1,4 +1,4 @@
-"""Runs that end within the work of a step, and what the same command then completes."""
+"""Runs that end inside the work of a step, and what the same command then completes."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ EVALUATES = ["--data.valid_fraction=0.2", "--validation.freq=2", "--validation.s
 
 @pytest.fixture
 def job(tmp_path: Path) -> Path:
-    """A job whose text has many documents, so that some can be held out."""
+    """Return a job whose text has many documents, so that some can be held out."""
     path = write_job(tmp_path)
     for i in range(20):
         (tmp_path / f"doc_{i}.txt").write_text(f"document {i} " * 12)
@@ -44,7 +44,7 @@ def _run(job: Path, *words: str) -> None:
 
 
 def _records(run: Path) -> list[tuple[object, ...]]:
-    """The numbers of all steps, with their evaluations."""
+    """Return the numbers of all steps, with their evaluations."""
     losses = [record.val_loss for record in read_metrics(run / "metrics.jsonl")]
     return [(*step, loss) for step, loss in zip(numbers(run), losses, strict=True)]
 
@@ -62,7 +62,9 @@ def _stop() -> None:
 
 
 def _in_evaluation(patch: pytest.MonkeyPatch, number: int, act: Callable[[], None]) -> None:
-    """Act after the first batch of that evaluation, which then has batches until it is stopped."""
+    """Call `act` after the first batch of evaluation `number`, which then never runs out of
+    batches.
+    """
     whole, begun = StepData.validation, []
 
     def validation(data: StepData, source: int) -> Iterator[list[MicroBatch]]:
@@ -81,7 +83,7 @@ def _in_evaluation(patch: pytest.MonkeyPatch, number: int, act: Callable[[], Non
 
 
 def _at_record(patch: pytest.MonkeyPatch, number: int, act: Callable[[], object]) -> None:
-    """Act when the record of that step is to be written."""
+    """Call `act` before the record of step `number` is written."""
     write = StepOutputs.record
 
     def record(outputs: StepOutputs, of_step: StepRecord) -> None:
@@ -101,14 +103,14 @@ def _at_record(patch: pytest.MonkeyPatch, number: int, act: Callable[[], object]
     ],
     ids=["stopped in an evaluation", "killed in the last", "killed after it"],
 )
-def test_what_an_interrupted_step_lacks_is_completed(
+def test_an_interrupted_step_is_completed_on_restart(
     job: Path,
     monkeypatch: pytest.MonkeyPatch,
     when: Callable[..., None],
     number: int,
     act: Callable[[], None],
 ) -> None:
-    """Catches a run begun anew, or a record or an evaluation that is lost for good."""
+    """Catches a run started anew, and a record or an evaluation that is never made up for."""
     _run(job, *EVALUATES, "--job.name=whole")
     with monkeypatch.context() as patch:
         when(patch, number, act)
@@ -128,18 +130,18 @@ def test_what_an_interrupted_step_lacks_is_completed(
 
 
 def _rank_of_launch(rank: int, job: Path, launch: str) -> None:
-    """A rank of torchrun, which has not counted a restart, as where another machine's rank died."""
+    """Run a rank under torchrun without a counted restart, as where another machine's rank died."""
     os.environ["TORCHELASTIC_RUN_ID"] = launch
     train(load_config(job, ONE_RANK))
 
 
 def _end_by_torchrun(job: Path, launch: str) -> None:
-    """Restarts have the same launch."""
+    """End the run under torchrun, whose restarts have the same launch id."""
     run_programs(1, _rank_of_launch, job, "train")
 
 
 def _end_by_nproc(job: Path, launch: str) -> None:
-    """The command typed again: a launch of its own."""
+    """End the run under `--nproc`; a repeated command has a launch id of its own."""
 
     def start(nproc: int, command: Sequence[str]) -> int:
         try:
@@ -155,11 +157,11 @@ def _end_by_nproc(job: Path, launch: str) -> None:
 
 
 @pytest.mark.parametrize("end", [_end_by_torchrun, _end_by_nproc])
-def test_a_death_after_the_end_has_nothing_trained_again(
+def test_a_death_after_the_end_of_a_run_trains_nothing_again(
     job: Path, monkeypatch: pytest.MonkeyPatch, end: Callable[[Path, str], None]
 ) -> None:
-    """Catches all steps trained again in another folder, since a rank died between the end of the
-    run and its own: after a restart by torchrun, and in a loop that repeats the command.
+    """Catches all steps trained again in another folder because a rank died after the run had
+    finished: after a restart by torchrun, and in a loop that repeats the command.
     """
     write = RunFolder.write_finished
 
@@ -184,10 +186,10 @@ def test_a_death_after_the_end_has_nothing_trained_again(
         assert len(run_folders(job)) == 2, "it had ended well"
 
 
-def test_an_evaluation_is_completed_in_checkpoint_folder(
+def test_a_run_resumed_from_checkpoint_folder_completes_its_evaluation(
     job: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Catches a run that lacks its last evaluation since it resumes in a new run folder."""
+    """Catches a missing last evaluation of a run that resumes in a new run folder."""
     words = [*EVALUATES, f"--checkpoint.folder={tmp_path / 'checkpoints'}"]
     _run(job, *EVALUATES, "--job.name=whole")
     with monkeypatch.context() as patch:
@@ -201,7 +203,7 @@ def test_an_evaluation_is_completed_in_checkpoint_folder(
 def test_an_evaluation_without_a_label_has_no_loss(
     job: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Catches a val_loss of 0.0, the best there can be, where nothing was evaluated."""
+    """Catches a val_loss of 0.0, the best possible, where nothing was evaluated."""
     whole = StepData.validation
 
     def unlabelled(data: StepData, source: int) -> Iterator[list[MicroBatch]]:
@@ -218,8 +220,10 @@ def test_an_evaluation_without_a_label_has_no_loss(
     assert "  val_loss:" not in _log(run)
 
 
-def test_a_run_folder_that_is_gone_is_an_error(job: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches a run that is done, with exit code 0, and has left no metrics."""
+def test_a_run_folder_removed_during_the_run_is_an_error(
+    job: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Catches a run that ends with exit code 0 but has no metrics."""
 
     def remove() -> None:
         (run,) = run_folders(job)
@@ -233,7 +237,7 @@ def test_a_run_folder_that_is_gone_is_an_error(job: Path, monkeypatch: pytest.Mo
 
 
 def test_a_checkpoint_beyond_the_last_step_is_refused(job: Path, tmp_path: Path) -> None:
-    """Catches a run that is done at once, or begun anew, since fewer steps are asked for."""
+    """Catches a run that ends at once, or starts anew, because fewer steps are configured."""
     folder = tmp_path / "checkpoints"
     _run(job, f"--checkpoint.folder={folder}", f"--job.log_folder={tmp_path / 'disk'}")
     (run,) = run_folders(job)

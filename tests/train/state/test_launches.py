@@ -1,4 +1,4 @@
-"""Launches of a job: in which order its runs were launched, and which process launched a rank."""
+"""Launches of a job: the order in which its runs were launched, and the launcher of a rank."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ def job(tmp_path: Path) -> JobSection:
     return JobSection(name="words", dump_folder=str(tmp_path / "outputs"))
 
 
-def test_earlier_runs(job: JobSection) -> None:
-    """Catches the wrong order, another job's run, and a link or a stranger taken for a run."""
+def test_earlier_runs_are_found_in_order(job: JobSection) -> None:
+    """Catches the wrong order, another job's run, and a link or foreign folder taken for a run."""
     assert earlier_runs(job) == []
     names = ["2026-01-02_00-00-00Z", "2025-12-31_23-59-59Z", "2026-01-01_00-00-00Z"]
     for name in names:
@@ -42,7 +42,7 @@ def test_earlier_runs(job: JobSection) -> None:
 
 @pytest.fixture
 def tokyo(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Local time nine hours ahead of UTC."""
+    """Set local time to nine hours ahead of UTC."""
     with monkeypatch.context() as patch:
         patch.setenv("TZ", "Asia/Tokyo")
         time.tzset()
@@ -55,7 +55,7 @@ def _set_clock(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
 
 
 def _launch(job: JobSection, name: str, at: float | None) -> str:
-    """Make a run, and its launch.json unless `at` is None."""
+    """Create a run, and its launch.json unless `at` is None."""
     run = RunFolder.create(job, name)
     if at is not None:
         run.write_launch(LaunchRecord("none", at))
@@ -84,7 +84,7 @@ def _launch(job: JobSection, name: str, at: float | None) -> str:
 def test_the_run_launched_last_is_the_newest(
     job: JobSection, tokyo: None, runs: list[tuple[str, float | None]]
 ) -> None:
-    """Catches an order by names, of which some are in a local time."""
+    """Catches an order by names, some of which are in local time."""
     names = [_launch(job, *run) for run in runs]
     assert [run.path.name for run in earlier_runs(job)] == names[::-1]
 
@@ -93,7 +93,7 @@ def test_the_run_launched_last_is_the_newest(
 def test_a_clock_set_back_hides_no_launch(
     job: JobSection, tokyo: None, monkeypatch: pytest.MonkeyPatch, back: float
 ) -> None:
-    """Catches a run that is older than one before it, or as old, by the clock of its launch."""
+    """Catches a run whose launch seems as old as that of an earlier run, or older."""
     names = []
     for number in range(3):
         _set_clock(monkeypatch, SECONDS - number * back)
@@ -105,7 +105,7 @@ def test_a_clock_set_back_hides_no_launch(
 
 
 def _report(to: Connection, generations: int) -> None:
-    """Send the launcher of a process that many forks further on."""
+    """Send the launcher of a process that is this many forks away."""
     to.send(_of_rank(generations - 1) if generations else launcher())
 
 
@@ -121,8 +121,10 @@ def _of_rank(generations: int = 0) -> str:
     return found
 
 
-def test_ranks_of_one_launcher_know_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches two launches taken for one, and a restarted rank that does not know its launch."""
+def test_ranks_of_one_launcher_identify_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches two launches taken for one, and a restarted rank that does not recognize its
+    launch.
+    """
     monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
     assert _of_rank() == "", "no launcher: two commands of one shell are two launches"
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")

@@ -1,4 +1,4 @@
-"""Which folder a run is written to and what it begins from, known before any rank starts."""
+"""The folder a run writes to and the checkpoint it starts from, determined before ranks start."""
 
 from __future__ import annotations
 
@@ -37,7 +37,9 @@ from tests.train.jobs import run_folders, run_forked, write_job
 
 @pytest.fixture(scope="module")
 def job(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A job of 8 steps on 2 ranks, with a run called trained that has ended after one."""
+    """Return a job of 8 steps on 2 ranks, with a run called trained that has ended after one
+    step.
+    """
     job = write_job(tmp_path_factory.mktemp("job"))
     run_forked(job, "--training.steps", "1", "--job.name", "trained")
     return job
@@ -45,13 +47,13 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def trained(job: Path) -> Path:
-    """A checkpoint."""
+    """Return a checkpoint of that run."""
     return run_folders(job, "trained")[0] / "checkpoint" / "step_1"
 
 
 @pytest.fixture
 def load(job: Path, tmp_path: Path) -> Callable[..., JobConfig]:
-    """The job with other keys, and a folder of its own for its runs."""
+    """Return the job with other keys, and a folder of its own for its runs."""
     return lambda *words: load_config(job, ["--job.dump_folder", str(tmp_path / "out"), *words])
 
 
@@ -61,7 +63,7 @@ def config(load: Callable[..., JobConfig]) -> JobConfig:
 
 
 def _open(config: JobConfig) -> Start:
-    """As a run that has ended, or died, again."""
+    """Open and close a run, like one that has ended or died."""
     with open_run(config, config.topology(2)) as start:
         return start
 
@@ -71,13 +73,13 @@ def _check(config: JobConfig) -> None:
 
 
 def _launch(monkeypatch: pytest.MonkeyPatch, name: str, restarts: int) -> None:
-    """What torchrun sets for its ranks."""
+    """Set the variables that torchrun sets for its ranks."""
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", name)
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", str(restarts))
 
 
 def test_a_checkpoint_that_was_being_replaced_counts(config: JobConfig, trained: Path) -> None:
-    """Catches a run begun anew because it died between the two renames of its only checkpoint."""
+    """Catches a run started anew because it died between the two renames of its only checkpoint."""
     first = _open(config)
     shutil.copytree(trained, first.checkpoints / "step_1.old")
     again = _open(config)
@@ -85,10 +87,10 @@ def test_a_checkpoint_that_was_being_replaced_counts(config: JobConfig, trained:
     assert [path.name for path in first.checkpoints.glob("step_*")] == ["step_1"]
 
 
-def test_a_restart_is_in_the_run_of_its_launch(
+def test_a_restart_continues_the_run_of_its_launch(
     config: JobConfig, trained: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Catches restarts that take the last, finished run for theirs, or do not know their own."""
+    """Catches restarts that continue the last, finished run, or do not recognize their own."""
     _launch(monkeypatch, "first", 0)
     finished = _open(config)
     finished.folder.write_finished(8)
@@ -117,7 +119,7 @@ def test_a_restart_is_in_the_run_of_its_launch(
     [[], ["--checkpoint.auto_resume", "false"], ["--checkpoint.load_step", "1"]],
     ids=["auto_resume", "auto_resume=false", "load_step"],
 )
-def test_no_restart_begins_another_run(
+def test_a_restart_starts_no_other_run(
     load: Callable[..., JobConfig],
     trained: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -125,8 +127,8 @@ def test_no_restart_begins_another_run(
     saved: bool,
     words: list[str],
 ) -> None:
-    """Catches all of a run trained again since a rank died after the run had finished, and a key
-    that makes each restart a new run or one more step back.
+    """Catches a whole run trained again because a rank died after the run had finished, and a key
+    with which each restart is a new run or goes back another step.
     """
     if "--checkpoint.load_step" in words:
         shutil.copytree(trained, _open(load()).checkpoints / "step_1")
@@ -149,10 +151,10 @@ def test_no_restart_begins_another_run(
         assert _open(config).folder != run.folder
 
 
-def test_a_launch_file_that_was_cut_off_belongs_to_nobody(
+def test_a_truncated_launch_file_is_ignored(
     config: JobConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Catches a restart that fails, again and again, on what a full disk has left."""
+    """Catches restarts that fail forever because of a file truncated by a full disk."""
     _launch(monkeypatch, "one", 0)
     first = _open(config)
     first.folder.launch_file.write_text('{"id')
@@ -161,7 +163,7 @@ def test_a_launch_file_that_was_cut_off_belongs_to_nobody(
 
 
 def _finished(config: JobConfig, trained: Path) -> Start:
-    """A run of the job that has finished at step 1, of which there is a checkpoint."""
+    """Return a finished run of the job whose checkpoint is of step 1."""
     run = _open(config)
     shutil.copytree(trained, run.checkpoints / "step_1")
     run.folder.write_finished(1)
@@ -171,7 +173,7 @@ def _finished(config: JobConfig, trained: Path) -> Start:
 def test_the_run_folder_says_whether_it_finished(
     load: Callable[..., JobConfig], trained: Path
 ) -> None:
-    """Catches a run taken for finished by the name of a checkpoint's folder, good or not."""
+    """Catches a run taken for finished because of the name of a checkpoint folder, good or not."""
     run = _open(load())
     shutil.copytree(trained, run.checkpoints / "step_1")
     (run.checkpoints / "step_99").mkdir()
@@ -186,10 +188,10 @@ def test_the_run_folder_says_whether_it_finished(
     assert _open(load("--training.steps", "2")).folder == run.folder
 
 
-def test_a_finished_run_whose_end_is_damaged_is_resumed(
+def test_a_finished_run_with_a_damaged_last_checkpoint_is_resumed(
     load: Callable[..., JobConfig], trained: Path
 ) -> None:
-    """Catches a run begun anew although an older checkpoint is good; or one without any."""
+    """Catches a run started anew although an older checkpoint is good, or silently if none is."""
     run = _finished(load(), trained)
     (run.checkpoints / "step_2").mkdir()
     run.folder.write_finished(2)
@@ -199,10 +201,10 @@ def test_a_finished_run_whose_end_is_damaged_is_resumed(
     assert "finished at step 2" in _open(load("--training.steps", "2")).note
 
 
-def test_a_finished_run_of_another_model_does_not_refuse_the_next(
+def test_a_finished_run_of_another_model_does_not_block_a_new_run(
     load: Callable[..., JobConfig], trained: Path
 ) -> None:
-    """Catches a finished run that is in the way of another of more steps, or left in silence."""
+    """Catches a finished run that prevents another with more steps, or is silently ignored."""
     run = _finished(load(), trained)
     other = ["--training.steps", "9", "--data.seq_len", "128"]
     _check(load(*other))
@@ -224,7 +226,7 @@ def test_data_are_checked_before_an_earlier_run(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Catches a mistake in this command hidden behind what an earlier run was like."""
+    """Catches a mistake in the command hidden by a message about an earlier run."""
     shutil.copytree(trained, _open(load()).checkpoints / "step_1")
     words = ["train", str(job), "--nproc", "2", "--job.dump_folder", str(tmp_path / "out")]
     assert main([*words, "--data.seq_len", "128"]) == 2
@@ -239,8 +241,8 @@ def _hold(folder: Path, held: Event) -> None:
         time.sleep(60)
 
 
-def test_one_run_at_a_time(config: JobConfig, trained: Path) -> None:
-    """Catches two runs in one folder; and a lock, or a trace of the second, that outlives them."""
+def test_only_one_run_at_a_time_uses_a_folder(config: JobConfig, trained: Path) -> None:
+    """Catches two runs in one folder, and a lock, or files of the second, that remain."""
     first = _open(config)
     shutil.copytree(trained, first.checkpoints / "step_1")
     before = sorted(path for path in first.folder.path.parent.rglob("*"))
@@ -260,8 +262,8 @@ def test_one_run_at_a_time(config: JobConfig, trained: Path) -> None:
         pass
 
 
-def test_a_run_that_has_just_begun_is_at_work(load: Callable[..., JobConfig]) -> None:
-    """Catches a command given twice, whose second run trains the same again in its own folder."""
+def test_a_run_that_has_just_started_holds_its_job(load: Callable[..., JobConfig]) -> None:
+    """Catches a command entered twice, whose second run trains the same in a folder of its own."""
     config = load()
     with open_run(config, config.topology(2)) as first:
         for begin in (_check, _open):
@@ -296,7 +298,7 @@ OTHERS: dict[str, tuple[Callable[[Path], object], str]] = {
 def test_a_folder_of_other_things_is_refused(
     load: Callable[..., JobConfig], tmp_path: Path, other: str
 ) -> None:
-    """Catches random weights trained, and saved, where something else was meant to be loaded."""
+    """Catches random weights trained and saved where other weights were meant to be loaded."""
     make, found = OTHERS[other]
     make(tmp_path / "there")
     for name in ("there", "there/below") if other in ("file", "device") else ("there",):
@@ -306,20 +308,22 @@ def test_a_folder_of_other_things_is_refused(
         _check(load("--checkpoint.initial_load_path", str(tmp_path / "there")))
 
 
-def test_a_checkpoint_or_a_run_is_no_folder_of_checkpoints(
+def test_a_checkpoint_or_run_as_checkpoint_folder_is_refused(
     load: Callable[..., JobConfig], trained: Path
 ) -> None:
-    """Catches a run that saves into another's checkpoint, or beside it, and does not go on."""
+    """Catches a run that saves into another run's checkpoint, or next to it, and does not resume
+    it.
+    """
     with pytest.raises(ValueError, match=r"is a checkpoint itself: .*initial_load_path for"):
         _check(load("--checkpoint.folder", str(trained)))
     with pytest.raises(ValueError, match="is the folder of a run"):
         _check(load("--checkpoint.folder", str(trained.parent.parent)))
 
 
-def test_an_absent_or_empty_folder_is_a_beginning(
+def test_an_absent_or_empty_folder_starts_a_run(
     load: Callable[..., JobConfig], tmp_path: Path
 ) -> None:
-    """Catches a first run that is refused, and a look that makes what it looks for."""
+    """Catches a first run that is refused, and a check that creates what it looks for."""
     folder = tmp_path / "a" / "b"
     config = load("--checkpoint.folder", str(folder))
     _check(config)
@@ -334,7 +338,7 @@ def test_an_absent_or_empty_folder_is_a_beginning(
 
 
 def test_a_folder_that_cannot_be_written_to_is_refused(load: Callable[..., JobConfig]) -> None:
-    """Catches a run that is trained to its end, and then has nowhere to save to."""
+    """Catches a run trained to its end that then cannot save."""
     with pytest.raises(
         ValueError,
         match=r"^checkpoint\.folder=/proc/a/b: cannot write to .*: name a writable folder",
@@ -342,10 +346,10 @@ def test_a_folder_that_cannot_be_written_to_is_refused(load: Callable[..., JobCo
         _open(load("--checkpoint.folder", "/proc/a/b"))
 
 
-def test_a_dump_folder_that_cannot_be_made_is_refused_before_ranks(
+def test_a_dump_folder_that_cannot_be_created_is_refused_before_ranks_start(
     load: Callable[..., JobConfig], tmp_path: Path
 ) -> None:
-    """Catches ranks that are started only to find that there is no folder for the run."""
+    """Catches ranks that are started only to find that the run has no folder."""
     file = tmp_path / "file"
     file.write_text("text")
     with pytest.raises(ValueError, match=r"^job\.dump_folder=.*file: cannot write to .*directory"):
@@ -356,11 +360,11 @@ def test_a_dump_folder_that_cannot_be_made_is_refused_before_ranks(
 
 
 @pytest.mark.parametrize("folder", ["both", "out/job"])
-def test_a_new_folder_is_held_from_the_beginning(
+def test_a_new_folder_is_locked_from_the_start(
     folder: str, load: Callable[..., JobConfig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Catches two runs begun at once in a folder, or of a job, that was there for neither when it
-    looked, and a run that keeps itself out where it saves to the folder of its job.
+    """Catches two runs started at once in a folder that neither saw when it checked, and a run that
+    blocks itself if it saves to the folder of its job.
     """
     looked, locks = [], [(tmp_path / folder, ".lock"), (tmp_path / "out" / "job", ".start.lock")]
     create = RunFolder.create
@@ -378,10 +382,10 @@ def test_a_new_folder_is_held_from_the_beginning(
 
 
 @pytest.mark.parametrize("named", [True, False])
-def test_a_start_says_that_it_waits_for_another(
+def test_a_start_that_waits_for_another_logs_it(
     config: JobConfig, tmp_path: Path, caplog: pytest.LogCaptureFixture, named: bool
 ) -> None:
-    """Catches a start that seems to hang while another one of its job copies a checkpoint."""
+    """Catches a start that seems to hang while another start of its job copies a checkpoint."""
     (tmp_path / "out" / "job").mkdir(parents=True, exist_ok=True)
     with ExitStack() as other:
         other.enter_context(folder_lock(tmp_path / "out" / "job", ".start.lock"))
@@ -395,8 +399,10 @@ def test_a_start_says_that_it_waits_for_another(
     assert f"upload_to: it holds the lock {tmp_path}/out/job/.start.lock, which {names}" in said
 
 
-def test_not_going_on_is_not_writing_over(load: Callable[..., JobConfig], trained: Path) -> None:
-    """Catches auto_resume=false that goes on all the same, or mixes two runs' checkpoints."""
+def test_auto_resume_false_does_not_overwrite_checkpoints(
+    load: Callable[..., JobConfig], trained: Path
+) -> None:
+    """Catches auto_resume=false that resumes all the same, or mixes checkpoints of two runs."""
     folder = str(trained.parent)
     with pytest.raises(ValueError, match=r"auto_resume=false, but .* up to step 1: name another"):
         _check(load("--checkpoint.folder", folder, "--checkpoint.auto_resume", "false"))
@@ -414,10 +420,10 @@ def test_not_going_on_is_not_writing_over(load: Callable[..., JobConfig], traine
         (["--model.hidden_size", "32"], "model.hidden_size: 16 there, 32 now"),
     ],
 )
-def test_another_model_or_other_data_is_refused(
+def test_a_resume_with_another_model_or_other_data_is_refused(
     load: Callable[..., JobConfig], trained: Path, words: list[str], refused: str
 ) -> None:
-    """Catches a resumed run that is another one without a word."""
+    """Catches a resumed run that silently trains something else."""
     words = ["--checkpoint.folder", str(trained.parent), *words]
     with pytest.raises(ValueError, match=r"of a run with another model, or other") as caught:
         _check(load(*words))
@@ -431,8 +437,8 @@ def test_another_model_or_other_data_is_refused(
         _check(load(*words))
 
 
-def test_other_changes_are_told(load: Callable[..., JobConfig], trained: Path) -> None:
-    """Catches a change of layout or schedule that is refused, or that nobody is told of."""
+def test_other_changes_on_resume_are_logged(load: Callable[..., JobConfig], trained: Path) -> None:
+    """Catches a change of layout or schedule that is refused, or not logged."""
     words = ["--parallel.tensor.mode", "msp", "--optimizer.lr", "0.5", "--model.checkpoint", "1"]
     config = load(*words, "--model.attention_backend", "sdpa")
     info = newest_at(trained)
@@ -445,8 +451,10 @@ def test_other_changes_are_told(load: Callable[..., JobConfig], trained: Path) -
     } <= set(lines)
 
 
-def test_keys_are_refused_by_their_role(config: JobConfig, trained: Path) -> None:
-    """Catches a key that `isp plan` advises when memory runs out, and that a resume refuses."""
+def test_only_keys_that_change_the_model_or_data_are_refused_on_resume(
+    config: JobConfig, trained: Path
+) -> None:
+    """Catches a key that `isp plan` advises for lack of memory and that a resume refuses."""
     info = newest_at(trained)
     keys, seen = KeyTable.of(JobConfig), set()
     for *section, name in _keys(to_plain(config)):
@@ -467,10 +475,12 @@ def test_keys_are_refused_by_their_role(config: JobConfig, trained: Path) -> Non
     assert seen == set(KeyRole)
 
 
-def test_a_run_from_before_texts_began_with_a_token_keeps_its_own(
+def test_a_run_saved_before_texts_had_a_bos_resumes_without_it(
     load: Callable[..., JobConfig], trained: Path, tmp_path: Path
 ) -> None:
-    """Catches a run that is resumed with other tokens, or refused where none are other."""
+    """Catches a run that resumes with other tokens, or is refused although its tokens are the
+    same.
+    """
     tokenizer = str(chat_folder(tmp_path / "tokenizer", adds_bos=True))
     plain = str(chat_folder(tmp_path / "plain"))
     pair = str(prepare(load().data.source, tmp_path / "pair", tokenizer=tokenizer).prefix)
@@ -505,8 +515,10 @@ def _keys(plain: dict[str, Any], *section: str) -> Iterator[tuple[str, ...]]:
         yield from _keys(value, *section, name) if isinstance(value, dict) else [(*section, name)]
 
 
-def test_a_strangers_configuration_is_compared_with_care(config: JobConfig, trained: Path) -> None:
-    """Catches an error of the program for keys that are of other types than ours."""
+def test_a_foreign_saved_configuration_is_refused_without_a_traceback(
+    config: JobConfig, trained: Path
+) -> None:
+    """Catches an internal error for keys of unexpected types."""
     info = newest_at(trained)
     shared = {"config": {"model": 3, "data": None, "training": {"seed": []}}}
     odd = replace(info, manifest=info.manifest.model_copy(update={"shared": shared}))
@@ -514,10 +526,10 @@ def test_a_strangers_configuration_is_compared_with_care(config: JobConfig, trai
         check_changes(odd, config, config.topology(2))
 
 
-def test_what_to_begin_from_has_to_be_there(
+def test_missing_initial_weights_are_refused(
     load: Callable[..., JobConfig], trained: Path, tmp_path: Path
 ) -> None:
-    """Catches random weights in place of those asked for, or another model's."""
+    """Catches random weights, or those of another model, in place of the requested ones."""
     key = "--checkpoint.initial_load_path"
     for path in (trained, trained.parent, trained.parent.parent):
         _check(load(key, str(path), "--data.seq_len", "128"))  # only weights: data may change
@@ -536,7 +548,7 @@ def test_what_to_begin_from_has_to_be_there(
 
 
 class _DeathAtWrite:
-    """Python's audit hook that kills the process before its change number `number` on disk."""
+    """An audit hook of Python that kills the process before its change number `number` on disk."""
 
     def __init__(self, number: int) -> None:
         self._left = number
@@ -552,7 +564,9 @@ class _DeathAtWrite:
 
 
 def _killed_at_write(number: int, config: JobConfig) -> bool:
-    """Open the run in a process that is killed at that write; return False if it has fewer."""
+    """Open the run in a process that is killed at this write; return False if it has fewer
+    writes.
+    """
 
     def start() -> None:
         sys.addaudithook(_DeathAtWrite(number))
@@ -572,15 +586,15 @@ def _run_of_launch(config: JobConfig, name: str) -> RunFolder | None:
 
 
 @pytest.mark.parametrize("begins", ["new", "resumed", "copied"])
-def test_a_start_may_be_killed_at_any_write(
+def test_a_start_killed_at_any_write_can_be_repeated(
     load: Callable[..., JobConfig],
     trained: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     begins: str,
 ) -> None:
-    """Catches a start that leaves something in the way of the next, or hides a run from it; and a
-    restart that leaves the run which its launch has written down.
+    """Catches a start that leaves files which block the next one or hide a run from it, and a
+    restart that leaves the run recorded for its launch.
     """
     config, first, folder = load(), None, tmp_path / "checkpoints"
     if begins == "copied":

@@ -1,4 +1,4 @@
-"""Ranks that are killed, whenever it may be: they are started again, and nothing shows."""
+"""Ranks that are killed at any time are restarted, and the results are the same."""
 
 from __future__ import annotations
 
@@ -23,25 +23,27 @@ from tests.train.jobs import numbers, run_folders, run_forked, tensors, write_jo
 
 @dataclass(kw_only=True)
 class Death:
-    """When a rank is killed, in an attempt of its own: Python tells its hooks what it will do."""
+    """The moment at which a rank is killed, by an audit hook, which Python calls before each
+    operation.
+    """
 
     rank: int
     event: str
-    """The call, before it is made: one of Python's audit events."""
+    """The audit event, raised before the operation."""
     name: str
-    """How the file or folder's name ends, which is the call's first argument."""
+    """The end of the file or folder name in the event's first argument."""
     times: int = 1
-    """How often it has been called by then, in this attempt."""
+    """The occurrence of the event at which the rank dies, in this attempt."""
     seconds: float = 0.0
-    """Later by this, in whatever follows."""
+    """A delay of the death after the event."""
     seen: int = 0
 
     def __call__(self, event: str, args: tuple[Any, ...]) -> None:
-        """Python's hook."""
+        """Kill the process at the chosen event, as Python's audit hook."""
         if event != self.event or not str(args[0]).endswith(self.name):
             return
         if event == "open" and not args[2] & (os.O_WRONLY | os.O_RDWR):
-            return  # a resuming rank reads what it is to die writing
+            return  # only a write counts: a resuming rank reads the same file
         self.seen += 1
         if self.seen == self.times and self.seconds:
             threading.Timer(self.seconds, _die).start()
@@ -58,7 +60,7 @@ DEATHS = [
     Death(rank=1, event="open", name="__1_0.distcp", times=2),
     # in the steps after it
     Death(rank=0, event="open", name="__0_0.distcp", seconds=0.05),
-    # as what is complete is renamed: the table of contents first, then the save
+    # when complete files are renamed: the table of contents first, then the save
     Death(rank=0, event="os.rename", name=".tmp", times=2),
     # half-way through an old checkpoint that is removed
     Death(rank=0, event="os.remove", name=".distcp", times=2),
@@ -77,7 +79,7 @@ def _rank(rank: int, job: Path, words: Sequence[str], death: Death) -> None:
 
 
 def _expect_the_same(job: Path, steps: int) -> None:
-    """Compare the only run with the undisturbed one, called whole, bit by bit."""
+    """Compare the only run with the undisturbed run, called whole, bit by bit."""
     (run,), (whole,) = run_folders(job), run_folders(job, "whole")
     expected = numbers(whole)
     assert [number[0] for number in expected] == list(range(1, steps + 1))
@@ -93,8 +95,12 @@ STEPS = 32
 
 
 @pytest.mark.slow
-def test_ranks_killed_at_chosen_moments(job: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches a moment at which a death costs a checkpoint, a step, a record, or the run's end."""
+def test_ranks_killed_at_chosen_moments_lose_nothing(
+    job: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Catches a moment at which a death loses a checkpoint, a step, a record, or the end of the
+    run.
+    """
     options = ["--training.steps", str(STEPS), "--checkpoint.interval", "2"]
     options += ["--checkpoint.keep_latest_k", "2"]
     run_forked(job, *options, "--job.name", "whole")
@@ -112,8 +118,8 @@ def test_ranks_killed_at_chosen_moments(job: Path, monkeypatch: pytest.MonkeyPat
     assert left == [f"step_{STEPS - 2}", f"step_{STEPS}"]
 
 
-def test_a_shard_cut_off_is_passed_over(job: Path) -> None:
-    """Catches a damaged checkpoint that ends the run, or is taken, or left out without a word."""
+def test_a_truncated_shard_is_skipped(job: Path) -> None:
+    """Catches a damaged checkpoint that ends the run, is loaded, or is silently skipped."""
     run_forked(job, "--training.steps", "6", "--job.name", "whole")
     run_forked(job, "--training.steps", "4", "--checkpoint.interval", "1")
     (run,) = run_folders(job)
@@ -136,7 +142,7 @@ def test_a_shard_cut_off_is_passed_over(job: Path) -> None:
 def test_a_restart_stays_in_its_run(
     job: Path, monkeypatch: pytest.MonkeyPatch, saved: int, elsewhere: bool
 ) -> None:
-    """Catches a restart that trains a finished run again, or spreads a run over two folders."""
+    """Catches a restart that trains a finished run again, or splits a run over two folders."""
     checkpoints = job.parent / "checkpoints"
     options = ["--checkpoint.folder", str(checkpoints)] if elsewhere else []
     options += ["--training.steps", "4", "--checkpoint.interval", "2"]
@@ -154,8 +160,10 @@ def test_a_restart_stays_in_its_run(
     assert (run / "logs/rank_0.log").read_text().count("resumed from") == (saved > 0)
 
 
-def test_a_restart_does_not_go_back_again(job: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches a run that goes back to load_step each time that one of its ranks dies."""
+def test_a_restart_does_not_go_back_to_load_step(
+    job: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Catches a run that goes back to load_step each time one of its ranks dies."""
     options = ["--checkpoint.interval", "1", "--training.steps"]
     run_forked(job, *options, "6", "--job.name", "whole")
     run_forked(job, *options, "3")

@@ -1,4 +1,4 @@
-"""Runs that are stopped, or die, and go on as if nothing had happened."""
+"""Runs that are stopped, or die, and resume as if nothing had happened."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ MTP_2 = ParallelConfig(tensor=TensorConfig(size=2, mode=Mode.MTP))
 
 @pytest.fixture
 def config(tmp_path: Path) -> JobConfig:
-    """A job of 8 steps on 4 ranks, two rows of unequal documents a step."""
+    """Return a job of 8 steps on 4 ranks, with two rows of unequal documents a step."""
     for i in range(12):
         (tmp_path / f"{i}.txt").write_text(f"document {i} " * (1 + 7 * i % 5))
     return JobConfig(
@@ -72,7 +72,7 @@ def config(tmp_path: Path) -> JobConfig:
 
 
 class _AtStep(logging.Handler):
-    """Acts when a step is reported; only rank 0's steps are, and once a step."""
+    """A log handler that acts when a step is logged, which only rank 0 does."""
 
     def __init__(self, step: int, act: Callable[[], None]) -> None:
         super().__init__()
@@ -90,7 +90,7 @@ def _rank(rank: int, config: JobConfig, at_step: int, act: Callable[[], None] | 
 
 
 def _run(world: int, config: JobConfig, at_step: int = 0, act: Any = None) -> Path:
-    """Run the job; the folder of the newest run."""
+    """Run the job; return the folder of the newest run."""
     run_programs(world, _rank, config, at_step, act)
     return _latest(config)
 
@@ -125,7 +125,7 @@ def _numbers(run: Path) -> list[StepRecord]:
 
 
 def _checkpoint(run: Path, step: int = STEPS) -> dict[str, Tensor]:
-    """Every tensor of a checkpoint, whole."""
+    """Return every whole tensor of a checkpoint."""
     plain = run / "plain.pt"
     dcp_to_torch_save(CheckpointFolder(run / "checkpoint").published(step), plain)
     found: dict[str, Tensor] = torch.load(plain)
@@ -138,8 +138,10 @@ def _elsewhere(config: JobConfig, name: str) -> JobConfig:
 
 
 @pytest.mark.slow
-def test_a_stopped_run_goes_on_bit_by_bit(config):
-    """Catches state that is not saved or not loaded: moments, masters, step, rate, data, RNG."""
+def test_a_stopped_run_resumes_bit_by_bit(config):
+    """Catches state that is not saved or loaded: moments, masters, step, rate, data, random
+    numbers.
+    """
     training = replace(config.training, dtype="bfloat16")
     config = replace(config, parallel=ISP_2, training=training)
     whole = _run(2, _elsewhere(config, "whole"), 3, _draw)
@@ -171,9 +173,10 @@ def _assert_close(resumed: Path, whole: Path) -> None:
         assert one.grad_norm == pytest.approx(other.grad_norm, rel=1e-9)
 
 
-def test_a_stopped_run_goes_on_in_another_layout(config, tmp_path):
-    """Catches shards, moments or samples that a resumed run puts in the wrong place, and a global
-    batch that another number of data ranks changes."""
+def test_a_stopped_run_resumes_in_another_layout(config, tmp_path):
+    """Catches shards, moments or samples in the wrong place, and a global batch that changes with
+    the number of data ranks.
+    """
     config = replace(config, training=replace(config.training, global_batch_size=2))
     whole = _run(1, replace(_elsewhere(config, "whole"), parallel=ParallelConfig()))
     stopped = _run(4, config, 3, _stop)
@@ -190,9 +193,10 @@ def test_a_stopped_run_goes_on_in_another_layout(config, tmp_path):
 
 
 def test_a_run_on_a_new_machine_resumes_from_the_store(config, tmp_path):
-    """Catches copies that are not made, not found, half made, not deleted with the others, or
-    damaged with no older one in their place; and a last copy that is lost with exit code 0, or that
-    costs steps, or that is made again each time."""
+    """Catches copies that are not made, not found, partial, not deleted with the others, or damaged
+    with no older one used instead; and a last copy that is lost with exit code 0, costs steps, or
+    is made again each time.
+    """
     store, folder = tmp_path / "store", tmp_path / "checkpoint"
     checkpoint = CheckpointConfig(
         interval=2, keep_latest_k=2, folder=str(folder), upload_to=f"file://{store}"
@@ -240,8 +244,9 @@ def test_a_run_on_a_new_machine_resumes_from_the_store(config, tmp_path):
 
 
 def test_no_rank_waits_for_a_slow_store(config, tmp_path, monkeypatch):
-    """Catches a run that ends as copies take long, a folder that is deleted while it is copied, and
-    a step that is looked for in the empty folder alone, or copied without a word."""
+    """Catches a run that ends because copies take long, a folder deleted while it is copied, and a
+    step that is only searched in the empty local folder, or copied silently.
+    """
     store, folder, upload = tmp_path / "store", tmp_path / "checkpoint", RemoteCheckpoints.upload
 
     def slowly(self: RemoteCheckpoints, folder: Path, *, keep: int) -> None:
@@ -281,8 +286,8 @@ def test_no_rank_waits_for_a_slow_store(config, tmp_path, monkeypatch):
             _run(1, config)
 
 
-def test_a_run_that_hangs_ends_and_goes_on(config):
-    """Catches a hang that lasts, that names nobody, or that takes the last checkpoint with it."""
+def test_a_run_that_hangs_is_ended_and_resumes(config):
+    """Catches a hang that lasts, names no rank, or loses the last checkpoint."""
     config = replace(
         config,
         parallel=MTP_2,
@@ -298,8 +303,8 @@ def test_a_run_that_hangs_ends_and_goes_on(config):
     assert "step_4, the newest good one" in (_latest(config) / "logs/rank_0.log").read_text()
 
 
-def test_a_run_goes_on_in_the_folder_of_the_latest(config):
-    """Catches `latest/checkpoint` that is the new run's own, empty one once it has begun."""
+def test_latest_checkpoint_refers_to_the_previous_run(config):
+    """Catches `latest/checkpoint` resolved to the new run's own empty folder."""
     config = replace(config, parallel=ParallelConfig(), training=TrainingConfig(steps=2))
     first = _run(1, config)
     named = replace(config.checkpoint, folder=f"{first.parent}/latest/checkpoint")
@@ -308,7 +313,7 @@ def test_a_run_goes_on_in_the_folder_of_the_latest(config):
 
 
 def _evaluating(config: JobConfig, monkeypatch: pytest.MonkeyPatch) -> JobConfig:
-    """A job that evaluates at its end alone; the rank dies in it."""
+    """Return a job that only evaluates at its end, where the rank dies."""
     monkeypatch.setattr(StepData, "validation", lambda self: _die())
     data = replace(config.data, valid_fraction=0.2)
     one = replace(config, parallel=ParallelConfig(), data=data)
@@ -316,7 +321,7 @@ def _evaluating(config: JobConfig, monkeypatch: pytest.MonkeyPatch) -> JobConfig
 
 
 def test_a_stop_saves_without_evaluating(config, monkeypatch):
-    """Catches a run that is stopped, and takes its time for an evaluation that is not due."""
+    """Catches a stopped run that first runs an evaluation which is not due."""
     stopped = _run(1, _evaluating(config, monkeypatch), 3, _stop)
     (saved,) = CheckpointFolder(stopped / "checkpoint").steps()
     assert 3 <= saved < STEPS
@@ -324,7 +329,7 @@ def test_a_stop_saves_without_evaluating(config, monkeypatch):
 
 
 class _MakeRoom(logging.Handler):
-    """Removes `obstacle` when a failing save has been told twice."""
+    """A log handler that removes `obstacle` after a failing save has been logged twice."""
 
     def __init__(self, obstacle: Path) -> None:
         super().__init__(logging.ERROR)
@@ -337,8 +342,8 @@ class _MakeRoom(logging.Handler):
 
 
 @pytest.mark.parametrize("makes_room", [True, False])
-def test_the_last_save_is_tried_again(config, monkeypatch, makes_room):
-    """Catches the last steps lost because a disk was full for a moment; and an endless wait."""
+def test_the_last_save_is_retried(config, monkeypatch, makes_room):
+    """Catches the last steps lost because the disk was full for a moment, and an endless wait."""
     monkeypatch.setattr(saved_run, "RETRY_SECONDS", 0.25)
     obstacle = Path(config.job.dump_folder) / "isp" / "latest" / f"checkpoint/step_{STEPS}.tmp"
 
@@ -368,8 +373,8 @@ def _refusal(rank: int, *args: Any) -> str:
     return "none"
 
 
-def test_a_broken_line_of_numbers_ends_all_ranks(config):
-    """Catches a first rank that gives up alone, and others that wait for it until a time-out."""
+def test_a_broken_metrics_line_ends_all_ranks(config):
+    """Catches a first rank that ends alone while the others wait for it until a timeout."""
     config = replace(config, parallel=MTP_2, training=replace(config.training, steps=2))
     with (_run(2, config) / "metrics.jsonl").open("a") as file:
         file.write("no record\n")
@@ -379,8 +384,8 @@ def test_a_broken_line_of_numbers_ends_all_ranks(config):
     assert "metrics.jsonl, line 3 is not a record of a step (" in first
 
 
-def test_skipped_steps_are_counted_on(config):
-    """Catches a count of skipped steps that begins anew with every resume."""
+def test_the_count_of_skipped_steps_is_resumed(config):
+    """Catches a count of skipped steps that restarts with every resume."""
     config = replace(config, optimizer=replace(config.optimizer, lr=1e30))  # weights overflow
     config = replace(config, parallel=ParallelConfig())
     config = replace(config, training=replace(config.training, steps=4))
@@ -392,8 +397,10 @@ def test_skipped_steps_are_counted_on(config):
     assert f"({before + 2} steps were skipped so far)" in (run / "logs/rank_0.log").read_text()
 
 
-def test_a_run_begins_from_anothers_weights(config):
-    """Catches a longer context begun from random weights, in another's run, or at its step."""
+def test_a_run_starts_from_the_weights_of_another(config):
+    """Catches a longer context started from random weights, in the other run's folder, or at its
+    step.
+    """
     first = _run(2, replace(config, parallel=MTP_2))
     checkpoint = replace(config.checkpoint, initial_load_path=str(first))
     longer = replace(
@@ -416,8 +423,10 @@ def test_a_run_begins_from_anothers_weights(config):
     assert f"resumed from {run}/checkpoint/step_2" in (run / "logs/rank_0.log").read_text()
 
 
-def test_a_run_goes_on_from_all_of_another(config):
-    """Catches a fork without moments or step, or that goes on in the run it is a fork of."""
+def test_a_run_continues_from_the_whole_state_of_another(config):
+    """Catches a fork without moments or step, or one that continues in the original run's
+    folder.
+    """
     one = replace(config, parallel=ParallelConfig(), checkpoint=CheckpointConfig(interval=4))
     first = _run(1, one)
     checkpoint = CheckpointConfig(
