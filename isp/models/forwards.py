@@ -70,7 +70,8 @@ class Forwards:
         self._installed = True
         for module, wrappers in self._wrappers.items():
             forward = module.forward
-            for wrap in sorted(wrappers, reverse=True):  # from the innermost
+            # Apply the innermost wrapper first: each further one is put around the result.
+            for wrap in sorted(wrappers, reverse=True):
                 forward = wrappers[wrap](forward)
             set_forward(module, forward)
 

@@ -101,7 +101,8 @@ def _read_and_traced(
             return TracedModel(
                 model, weights=weights, in_place=False, allow_unchecked=allow_unchecked
             )
-    except OverrideError:  # its message names `model.hf_overrides`
+    except OverrideError:
+        # Pass it on unchanged: its message names the key `model.hf_overrides`.
         raise
     except ValueError as error:
         raise ValueError(f"model.hf={folder}: {error}") from None
@@ -196,11 +197,13 @@ def plain_model(
     if not kind.can_generate():
         raise ValueError(f"{folder} contains a {kind.__name__}, which generates no text")
     if state is None:
-        # Raises if the files are of another model. transformers would load the weights that fit.
+        # Call this only for its error if the files are of another model: transformers would load
+        # the weights that fit.
         _weights_of(empty, Path(folder))
     config = overridden_config(folder, overrides)
     if state is not None and hasattr(config, "quantization_config"):
-        del config.quantization_config  # `state` is not quantized
+        # The weights in `state` are not quantized, so transformers must not expect it.
+        del config.quantization_config
     try:
         model, info = kind.from_pretrained(
             folder if state is None else None,
@@ -286,8 +289,10 @@ def _weights_of(model: Any, folder: Path) -> _Files | _Random:
     check_readable(getattr(model.config, "quantization_config", None))
     files = ConvertedFiles(folder, model)
     if hasattr(model.config, "quantization_config"):
-        del model.config.quantization_config  # weights are saved without quantization
-    # Tensors of the files that the trained model lacks: not checked, only copied by an export.
+        # Weights are saved without quantization, so the saved configuration must not name one.
+        del model.config.quantization_config
+    # `untrained`: the tensors of the files that the trained model lacks. They are not checked, and
+    # an export copies them.
     tower = tuple(f"{name}." for name in take_out_tower(model))
     names = _names(model)
     untrained = {name for name in files.names if name.startswith(tower)}
@@ -326,8 +331,8 @@ def kept_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 def _ignored(model: Any, names: Iterable[str]) -> Iterator[str]:
     """Yield those of the `names` in a model's files that no code loads.
 
-    transformers ignores them, too: those that the class lists, and the rotary angles that earlier
-    versions of transformers saved for each layer.
+    transformers does not load these either: the names that the model's class lists as ignored, and
+    the rotary angles that earlier versions of transformers saved for each layer.
     """
     own = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
     patterns = (r"rotary_emb\.inv_freq$", *own)
@@ -382,8 +387,9 @@ class _Random:
     """
 
     def __init__(self, model: nn.Module, drawn_as: Mapping[str, RowsOf] | None = None) -> None:
-        """`drawn_as`: by name of a parameter, the rows of another name whose random numbers it
-        gets, as when it was a part of that parameter in an earlier version."""
+        """`drawn_as`: by name of a parameter, another parameter and the rows of it whose random
+        numbers it gets. So it gets the same values as in an earlier version, in which it was a part
+        of the other parameter."""
         self._shape = model
         """The model, with parameters on the meta device; never changed."""
         self._drawn_as = drawn_as or {}
@@ -406,7 +412,8 @@ class _Random:
             unknown = [local for local in own if not drawn[local].known]
             values = _initialized(shape, owner, 0) if unknown else {}
             for local in own:
-                # Not initialized: still NaN, or no operation was recorded.
+                # A parameter is not initialized if it is still NaN, or if no operation on it was
+                # recorded.
                 left = values[local].isnan().any() if local in unknown else not drawn[local].calls
                 if left:
                     raise ValueError(
@@ -438,13 +445,16 @@ class _Random:
             owner, _, local = name.rpartition(".")
             if owner != owner_before:
                 drawn, values, owner_before = _recorded(shape, owner), {}, owner
-            if drawn[local].known:  # draw the numbers of the shard alone
+            if drawn[local].known:
+                # The initialization is recorded, so only the numbers of the shard are drawn.
                 source = self._drawn_as.get(name, RowsOf(name))
                 own = drawn[local].shard(layout, MasterStream(seed, *source))
-            else:  # run the model's own code on the whole weight, and keep the shard
+            else:
+                # Run the model's own code on the whole weight, and keep the shard.
                 values = values or _initialized(shape, owner, seed)
                 own = layout.shard(values[local])
-            if own.isnan().any():  # a parameter that no code initialized: let `check` name it
+            if own.isnan().any():
+                # No code has initialized this parameter: `check` raises an error that names it.
                 self.check()
             item.parameter.copy_(own)
 
@@ -462,7 +472,8 @@ def begun_by_the_model(
         return None
     if len(empty) < sum(1 for _ in model.parameters()):
         raise ValueError(
-            f"{empty[0]} is on the meta device, but other parameters are not: load it, too"
+            f"{empty[0]} is on the meta device, but other parameters are not: load all"
+            f" weights, or none"
         )
     twin, kind = model, type(model)
     if any(buffer.is_meta for buffer in model.buffers()):
@@ -472,7 +483,8 @@ def begun_by_the_model(
                 f"{kind.__name__} has buffers on the meta device, so their values are lost: build"
                 " it inside isp.parameters_on_meta(), which keeps buffers"
             )
-        with parameters_on_meta():  # a new model of the same class computes its buffers again
+        # Make a new model of the same class: its code computes the buffers again.
+        with parameters_on_meta():
             twin = kind(config)
         for name, buffer in twin.named_buffers():
             owner, _, local = name.rpartition(".")

@@ -56,7 +56,8 @@ class Drawing:
     """The recorded initialization of one parameter."""
 
     calls: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = field(default_factory=list)
-    """The operators on the whole parameter, in order, with their other arguments."""
+    """The operators that were called on the whole parameter, in order, each with its arguments
+    other than the parameter."""
     rows: dict[int, float] = field(default_factory=dict)
     """By index of a row that is filled after `calls`, such as the padding row, its value."""
     known: bool = True
@@ -68,7 +69,9 @@ class Drawing:
         if not self.calls:  # never initialized: NaN is noticed, any other value would not be
             found.fill_(torch.nan)
         for row, value in self.rows.items():
-            begin = 0  # the row of the shard at which the interval begins
+            # `begin`: where the interval of the layout begins in the shard, as an index along dim
+            # 0.
+            begin = 0
             for start, stop in layout.intervals() if layout.dim == 0 else ((0, len(found)),):
                 if start <= row < stop:
                     found[begin + row - start] = value
@@ -93,7 +96,8 @@ def drawings(
     except (
         RuntimeError,
         NotImplementedError,
-    ):  # `initialize` reads values, which meta tensors lack
+    ):
+        # `initialize` reads values of tensors, which tensors on the meta device do not have.
         for drawing in recorder.found.values():
             drawing.known = False
     return recorder.found

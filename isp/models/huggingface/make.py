@@ -97,7 +97,8 @@ def without_implementations(config: Any) -> Any:
 
     config._attn_implementation_internal = None
     config._experts_implementation_internal = None
-    for part in vars(config).values():  # not by sub_configs: a class may lack one of them
+    # Look at all attributes, because `sub_configs` of a class may leave out one of its parts.
+    for part in vars(config).values():
         if isinstance(part, PretrainedConfig):
             without_implementations(part)
     return config

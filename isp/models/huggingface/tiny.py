@@ -87,7 +87,8 @@ def tiny_model(config: Any, layers: int = 2) -> nn.Module:
 def _with_weights(config: Any) -> Any:
     """Make the model of a configuration with random weights, without a vision tower."""
     if not is_vision_language(config):
-        return new_model(config, torch.float64)  # its buffers are computed in float64, too
+        # Made in float64, so that buffers are computed in float64 and not converted afterwards.
+        return new_model(config, torch.float64)
     with parameters_on_meta():
         model = new_model(config)
     take_out_tower(model)
@@ -134,7 +135,8 @@ def tiny_config(config: Any, layers: int = 2) -> Any:
         part = vars(tiny)[name]
         if part is not None:
             _shrink(part)
-            # A part with attention is a tower with a width of its own.
+            # A part without attention gets the width of the text model. A part with attention is a
+            # tower, which has its own width.
             if _value(part, "num_attention_heads") is None:
                 _set(part, "hidden_size", tiny.hidden_size)
     return tiny
@@ -142,7 +144,8 @@ def tiny_config(config: Any, layers: int = 2) -> Any:
 
 def _shrink(tiny: Any) -> None:
     """Limit sizes in a configuration to `_AT_MOST` and turn off random options, in place."""
-    usual = {own: name for name, own in tiny.attribute_map.items()}  # transformers' usual names
+    # `usual`: by the name of a key in this configuration, the name that most configurations use.
+    usual = {own: name for name, own in tiny.attribute_map.items()}
     for name, value in list(vars(tiny).items()):
         if name.endswith(_RANDOM) and value:
             setattr(tiny, name, 0.0)
@@ -151,11 +154,12 @@ def _shrink(tiny: Any) -> None:
 
 
 def _at_most(value: Any, *names: str) -> Any:
-    """Return `value`, limited by `_AT_MOST`; `names`: its names, of which the first one counts."""
+    """Return `value`, limited by the bound of the first of its `names` that is in `_AT_MOST`."""
     most = next((_AT_MOST[name] for name in names if name in _AT_MOST), None)
     if most is None or type(value) not in (int, list) or not value:
         return value
-    if isinstance(value, list):  # several end-of-text tokens, or one size for each kind of expert
+    if isinstance(value, list):
+        # The list has several end-of-text tokens, or one size for each kind of expert.
         return [min(size, most) if type(size) is int else size for size in value]
     return min(value, most)
 
@@ -196,18 +200,22 @@ def _narrow(tiny: Any, config: Any) -> None:
     """
     heads = _value(config, "num_attention_heads") or 4
     kv_heads = _value(config, "num_key_value_heads") or heads
-    shared, kept = min(heads // kv_heads, 8), fewer_heads(kv_heads)  # query heads per KV head
+    # `shared`: query heads for each KV head; `kept`: KV heads of the small model.
+    shared, kept = min(heads // kv_heads, 8), fewer_heads(kv_heads)
     for name in _QUERY_HEADS:
         _set(tiny, name, shared * kept)
     for name in ("num_key_value_heads", "num_kv_heads", "swa_num_key_value_heads"):
         _set(tiny, name, kept)
-    if _value(config, "index_block_size") is not None:  # blocks are chosen for each KV head
+    if _value(config, "index_block_size") is not None:
+        # The indexer chooses blocks for each KV head, so it needs as many heads.
         _set(tiny, "index_n_heads", kept)
     tiny.hidden_size = _HEAD * shared * kept
     attended = _value(config, "attention_hidden_size")
-    wide = attended // config.hidden_size if attended else 1  # how much wider attention is
+    # `wide`: how many times the hidden size attention is wide.
+    wide = attended // config.hidden_size if attended else 1
     _set(tiny, "attention_hidden_size", wide * tiny.hidden_size)
-    latent = _value(config, "kv_lora_rank") is not None  # with MLA, head_dim is the rotary part's
+    # With MLA (latent attention), head_dim is the size of the rotary part of a head.
+    latent = _value(config, "kv_lora_rank") is not None
     for name in ("head_dim", "swa_head_dim"):
         _set(tiny, name, _AT_MOST["qk_rope_head_dim"] if latent else wide * _HEAD)
 
@@ -234,7 +242,8 @@ def _shorten_rope(tiny: Any, config: Any) -> None:
     factors.
     """
     rope = getattr(tiny, "rope_parameters", None) or {}
-    if sections := rope.get("mrope_section"):  # angles by time, height and width
+    if sections := rope.get("mrope_section"):
+        # The sections are the numbers of angles for time, height and width.
         angles = int(_HEAD * rope.get("partial_rotary_factor", 1.0)) // 2
         ends = [end * angles // sum(sections) for end in accumulate(sections, initial=0)]
         rope["mrope_section"] = [b - a for a, b in pairwise(ends)]
@@ -253,7 +262,8 @@ _LAYERS = (
     "decoder_layers",
     "encoder_layers",
     "num_decoder_layers",
-    "num_layers",  # LongCat, where each of these has two hidden layers
+    # LongCat has this key as well: each of its layers has two hidden layers.
+    "num_layers",
 )
 """The keys with a number of layers."""
 
@@ -273,7 +283,8 @@ def _keep_one_of_each_kind(tiny: Any, config: Any, least: int) -> None:
         for name, value in vars(config).items()
         if isinstance(value, list | tuple)
         and len(value) == number
-        and list(value) != list(range(number))  # the numbers of all layers, not values per layer
+        # Leave out a list that only numbers all layers: it has no values of layers.
+        and list(value) != list(range(number))
         and name != "kv_source_layers"
     }
     numbers = {
@@ -296,10 +307,12 @@ def _keep_one_of_each_kind(tiny: Any, config: Any, least: int) -> None:
     kinds = [kind_of(layer) for layer in range(number)]
     first = [kinds.index(kind) for kind in dict.fromkeys(kinds)]
     hybrid = [index for index, kind in enumerate(kinds) if "'hybrid'" in kind]
-    first += [index for index in hybrid[:2] if index not in first]  # two: they share a block
+    # Keep two hybrid layers, because they share a block.
+    first += [index for index in hybrid[:2] if index not in first]
     rest = [index for index in range(number) if index not in first]
     chosen = first + rest[: max(0, least - len(first))]
-    layers = sorted({*chosen, *(sources[index] for index in chosen)})  # and those with the keys
+    # Keep the layers that the chosen ones take keys from as well.
+    layers = sorted({*chosen, *(sources[index] for index in chosen)})
     for name in _LAYERS:
         _set(tiny, name, len(layers))
     for name, value in lists.items():
@@ -431,7 +444,8 @@ def as_wide(module: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any
 
 def _in_float64(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Call `forward` in the mode `_Float64`, unless it is on already."""
-    if _widening.get():  # called by a converted module, not alone as in a recompute
+    if _widening.get():
+        # A converted module called this one, so the mode is on. A recompute calls it alone.
         return forward(*args, **kwargs)
     token = _widening.set(True)
     try:

@@ -47,7 +47,8 @@ def _split_heads(
     `options`: further arguments of `isp.attention`.
     """
     _check_own_dropout(module)
-    q, k = query.to(value.dtype), key.to(value.dtype)  # GPT-J's angles are in float32
+    # GPT-J's rotary angles are in float32, which makes q and k float32: convert them back.
+    q, k = query.to(value.dtype), key.to(value.dtype)
     out = attention(*(x.transpose(1, 2) for x in (q, k, value)), **options)
     return out.transpose(1, 2), None
 
@@ -103,7 +104,8 @@ def _bert(
     linears = module.query, module.key, module.value
     heads = [x(hidden_states).unflatten(-1, split).transpose(1, 2) for x in linears]
     if sinusoidal_pos is not None:
-        count = 3 if module.rotary_value else 2  # q and k, or v as well
+        # RoFormer rotates q and k, and with `rotary_value` v as well.
+        count = 3 if module.rotary_value else 2
         angles = sinusoidal_pos[0, 0].unsqueeze(1)
         heads[:count] = module.apply_rotary_position_embeddings(angles, *heads[:count])
     q, k, v = (x.transpose(1, 2) for x in heads)
@@ -118,7 +120,8 @@ def _with_alibi(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, scale: float) -> 
     bias in k. The bias is split into two features in the dtype of k, so that it keeps 16 bits in
     bfloat16.
     """
-    group = q.shape[2] // k.shape[2]  # query heads that share a KV head have different slopes
+    # Query heads that share a KV head have different slopes, so each gets its own k and v.
+    group = q.shape[2] // k.shape[2]
     k, v = (x.repeat_interleave(group, 2) for x in (k, v))
     # Attention multiplies the whole product by the scale: divide the bias by it.
     wide = bias.to(torch.promote_types(k.dtype, torch.float32)) / scale
@@ -161,7 +164,8 @@ def _mpt(
     if module.clip_qkv:
         qkv = qkv.clamp(min=-module.clip_qkv, max=module.clip_qkv)
     q, k, v = qkv.unflatten(-1, (3, module.n_heads, module.head_dim)).unbind(2)
-    bias = current_positions().unsqueeze(-1) * -position_bias[:, 0, -2]  # the entry of distance 1
+    # `position_bias[:, 0, -2]` is the bias at distance 1, minus the slope.
+    bias = current_positions().unsqueeze(-1) * -position_bias[:, 0, -2]
     return module.out_proj(_with_alibi(q, k, v, bias, module.softmax_scale).flatten(2)), None
 
 
@@ -243,7 +247,9 @@ def _inkling2_before_5_24(
     linears = module.q_proj, module.r_proj, module.gate_proj, module.sink_proj
     q, states, gate, sinks = (linear(hidden_states) for linear in linears)
     k, v = module.k_proj(of_keys), module.v_proj(of_values)
-    if module.is_sliding:  # the convolution's taps are the same for all tokens
+    # In sliding layers a convolution has the same taps for all tokens; in full layers it computes
+    # them from the hidden states.
+    if module.is_sliding:
         k, v = module.k_sconv(k), module.v_sconv(v)
     else:
         k, v = module.k_sconv(k, of_keys), module.v_sconv(v, of_values)
@@ -281,7 +287,7 @@ def _attend_relative(module: Any, q: Tensor, k: Tensor, v: Tensor, relative: Rel
 
 
 def _scaled_by_position(config: Any, q: Tensor, states: Tensor) -> tuple[Tensor, Tensor]:
-    """Return q and states [B, S', H, ..], multiplied by a factor that grows with the position."""
+    """Return q and states [B, S', H, ..], multiplied by 1 + alpha log(position / floor) or by 1."""
     if config.log_scaling_n_floor is None:
         return q, states
     lengths = (current_positions() + 1).float() / config.log_scaling_n_floor
@@ -296,7 +302,8 @@ def _dynamic_convolution(
 
     Tap i is multiplied with the token i places before.
     """
-    num_taps, x = module.conv_kernel_size, hidden_states.float()  # as transformers, in float32
+    # Compute in float32, as transformers does.
+    num_taps, x = module.conv_kernel_size, hidden_states.float()
     heads = (module.num_heads, -1)
     taps = module.weight_proj(dynamic_input).float().unflatten(-1, (module.num_heads, num_taps))
     static = module.static_weight.float().T.unflatten(0, heads)  # [H, d, K]

@@ -41,7 +41,7 @@ _CACHE = "past_key_values", "cache"
 
 
 class _Keys:
-    """A stand-in for a cache that records the keys it gets and returns the keys of `__init__`."""
+    """A stand-in for an indexer's cache: it records the keys it gets, and returns given keys."""
 
     def __init__(self, keys: Tensor | None = None) -> None:
         self.keys = keys
@@ -61,7 +61,8 @@ class _Keys:
 
     @property
     def layers(self) -> _Keys:
-        """The list of caches by layer: each is this one."""
+        """The object itself: an indexer takes its layer's cache from this list, and gets the same
+        one."""
         return self
 
     def __getitem__(self, _: int) -> _Keys:
@@ -103,7 +104,8 @@ class _Indexer:
         self._shape = arguments["hidden_states"].shape[:2]
         self._given: dict[str, Tensor] = {}
         cache, positions = _Keys(), arguments["position_ids"]
-        # The indexer counts blocks by positions, but the stand-in cache has one key: one block.
+        # An indexer that chooses blocks counts them by positions. The stand-in cache has one key,
+        # so set all positions to 0: that makes one block.
         if self._run_size > 1:
             positions = torch.zeros_like(positions)
         # A mask for the single key: every token may see it.
@@ -136,7 +138,7 @@ class _Indexer:
         arguments = tree_map(part, self._arguments)
         given = {name: part(x) for name, x in self._given.items()}
         cache = _Keys(keys[None])
-        # Calls of linears return the tile of their recorded results.
+        # Where the indexer calls a linear, return the recorded result's part for these queries.
         found = self._run(lambda name, *_, **__: given[name], cache, seen[None], arguments)
         return found.flatten(0, -3).transpose(0, 1)  # [1, R, n] or [1, G, R, n] -> [R, G, n]
 
@@ -197,7 +199,8 @@ def _forward_of(make: Callable[[Any, dict[str, Any]], _Indexer]) -> Callable[...
             return own(module, *args, **kwargs)
         bound = inspect.signature(own).bind(module, *args, **kwargs)
         bound.apply_defaults()
-        _, *arguments = bound.arguments.items()  # without the module itself
+        # Leave out the first argument, which is the module.
+        _, *arguments = bound.arguments.items()
         with torch.no_grad():
             return mixers.choose(make(module, dict(arguments)))
 

@@ -131,8 +131,13 @@ class _Factor:
 
 
 def _selective(module: Any, *args: Any, **kwargs: Any) -> Any:
-    """Run Mamba's own forward so that it calls `dt_proj`, whose sharded weight it would read."""
-    if not is_linear(module.dt_proj):  # an adapter wraps it, and calls it
+    """Run Mamba's own forward, with its read of `dt_proj.weight` turned into a call of
+    `dt_proj`.
+
+    Outside of that call a rank has only a shard of the weight.
+    """
+    # If an adapter wraps `dt_proj`, the adapter calls it: run the forward unchanged.
+    if not is_linear(module.dt_proj):
         return type(module).forward(module, *args, **kwargs)
     # An entry in the instance's dict hides the submodule of this name.
     vars(module)["dt_proj"] = _Factor(module.dt_proj)
