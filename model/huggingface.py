@@ -142,7 +142,8 @@ def _window_json(model: ModelConfig, family: str) -> dict[str, Any]:
         kinds = ["sliding_attention"] * model.num_layers
         return {"use_sliding_window": True, "sliding_window": window, "layer_types": kinds}
     used = window is not None
-    layers = 0 if used else model.num_layers  # layers with this index or more have the window
+    # In transformers, layers with the index `max_window_layers` or more have the window.
+    layers = 0 if used else model.num_layers
     return {"use_sliding_window": used, "sliding_window": window, "max_window_layers": layers}
 
 
@@ -155,8 +156,8 @@ def _rope_json(model: ModelConfig) -> dict[str, Any]:
     if scaling is None or scaling.type is RopeScalingType.NONE:
         return {"rope_theta": theta, "rope_scaling": None}
     if scaling.type is RopeScalingType.NTK:
-        # Not as transformers' `dynamic`, which depends on the row's length: isp's NTK scaling does
-        # not, so it is the same as another base.
+        # isp's NTK scaling is the same as another base. It is not transformers' `dynamic`, which
+        # depends on the row's length.
         return {"rope_theta": theta * scaling.base_factor(model.head_size), "rope_scaling": None}
     values: dict[str, Any] = {"rope_type": str(scaling.type), "factor": scaling.factor}
     if scaling.type is not RopeScalingType.LINEAR:

@@ -62,7 +62,8 @@ def give_positions(model: nn.Module) -> None:
         if isinstance(module, nn.Embedding):
             takes = inspect.signature(type(module).forward).parameters
             if "position_ids" in takes and takes["position_ids"].default is None:
-                # Called before the trace, which so sees this forward as the module's own code.
+                # The model is traced after this, so the trace sees this forward as the module's own
+                # code.
                 set_forward(module, partial(_look_up, module.forward))
 
 
@@ -86,7 +87,8 @@ def token_lengths(positions: Tensor, cu_seqlens: Tensor | None, layers: RankLaye
     ranks = layers.sequence or SequenceRanks.by_heads(layers.tensor)
     lengths = cu_seqlens.diff().long()
     each = lengths.repeat_interleave(lengths).view(len(positions), -1)  # [B, S]
-    (each,) = ranks.arranged([each], cu_seqlens)  # the order in which ranks have their parts
+    # Put the lengths in the order in which the ranks have their tokens.
+    (each,) = ranks.arranged([each], cu_seqlens)
     own = each.chunk(parts, 1)[layers.tensor.rank if parts > 1 else 0]
     return pinned_memory.send(own.contiguous(), positions.device)
 

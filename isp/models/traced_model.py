@@ -152,14 +152,16 @@ class TracedModel:
             )
 
     def _empty(self) -> nn.Module:
-        """Return a copy of `shape`, the model on the meta device, that callers may change."""
+        """Return a copy of `shape`, the model on the meta device, whose modules callers may
+        change."""
         # Parameters are shared with `shape`: callers replace them, and never write into them.
         return copied(self.shape, {id(p): p for p in self.shape.parameters()})
 
     def with_options(self, **keys: Any) -> TracedModel:
         """Return a copy of this model with new values of attributes, without tracing again.
 
-        `keys`: the new values, by name of an argument of `__init__` that is an attribute, too.
+        `keys`: the new values by name of an attribute, such as `recomputation`. Most attributes
+        have the name of the argument of `__init__` that sets them.
         """
         other = copy.copy(self)
         assert keys.keys() <= vars(other).keys(), keys
@@ -277,7 +279,8 @@ class TracedModel:
     def learned_positions(self) -> int | None:
         """The number of rows of the smallest table of learned positions; None if there is none."""
         names = dict.fromkeys(self.trace.tables)
-        tables = [self.shape.get_submodule(name) for name in names][1:]  # the first: tokens
+        # Leave out the first table, which is that of the tokens.
+        tables = [self.shape.get_submodule(name) for name in names][1:]
         return position_rows(self.model, tables)
 
     def with_head_size(self, parallel: ParallelConfig) -> ParallelConfig:
@@ -387,12 +390,16 @@ class TracedModel:
         if size == 1:
             return
 
-        def check_shapes() -> None:  # on meta tensors: that the code runs, and where it attends
+        # Runs on meta tensors, and checks that the code runs and with which heads it calls
+        # attention.
+        def check_shapes() -> None:
             build = partial(self._chunk, stages=stages_of(self.shape, self.trace, 1))
             run_with_a_share(build, self.shape, self.trace, self._tensor_plan, size)
 
-        def check_values() -> None:  # on the CPU: that a share gives the share of the results
-            if self._probed:  # otherwise the model is not known to run on the CPU
+        # Runs on the CPU, and checks that a share of the features gives that share of the results.
+        def check_values() -> None:
+            if self._probed:
+                # Without a probe that ran, it is not known whether the model runs on the CPU.
                 whole = self.shape, self.model.buffers(), self.trace, self.interface.forward
                 check_shares(*whole, self._tensor_plan, size, self._probed)
 
@@ -442,7 +449,9 @@ class TracedModel:
         else:
             model = self.model if self._in_place else copy.deepcopy(self.model)
             self.interface.connect(model)
-            for name in self.trace.unused:  # `freeze_unused` froze those of `shape`
+            # Freeze them here as well, because `freeze_unused` froze only the parameters of
+            # `shape`.
+            for name in self.trace.unused:
                 model.get_parameter(name).requires_grad_(False)
         local = local_of(layers, self.attention_backend, attention)
         plan = self._tensor_plan if layers.splits_features else None

@@ -61,7 +61,9 @@ class ComputedAhead:
         """
         now = self._position.current(self._name)
         tokens, y, call = now.ahead.pop(self._name, (x, None, []))
-        if self._is_hooked and x.grad_fn is not None:  # `_Hooked` runs the hooks at this edge
+        if self._is_hooked and x.grad_fn is not None:
+            # Tell `_Hooked` the edge of the graph that x comes from: it runs the module's full
+            # backward hooks there.
             call.append((get_gradient_edge(x), x.shape))
         if y is None:
             y = self._forward(x)

@@ -104,8 +104,12 @@ class DispatchExperts(ShardedExperts):
         return self.__call__
 
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Compute the experts of all tokens, as the module's forward."""
-        # Adapters pass their factors [E, .., ..] (`expert_adapters`): take those of own experts.
+        """Send tokens to the ranks of their experts, compute the received ones, return the sums.
+
+        The arguments are those of the module's own forward.
+        """
+        # Adapters pass the factors of all experts [E, .., ..] (see `expert_adapters`): keep those
+        # of this rank's experts.
         if factors := kwargs.get("factors"):
             own = {n: tuple(x[self._exchange.own] for x in pair) for n, pair in factors.items()}
             kwargs = {**kwargs, "factors": own}
@@ -116,7 +120,8 @@ class DispatchExperts(ShardedExperts):
         sent = self._exchange.dispatch(tokens, numbers, leaves[place])
         if self.ahead is not None:
             self.ahead.compute(tokens)
-        leaves[0] = leaves[place] = None  # received rows will take their places, so free these
+        # These tensors have been sent: free them. The received ones take their places in the call.
+        leaves[0] = leaves[place] = None
         return self.on_whole(self._compute_received, sent, leaves, place, spec)
 
     def _compute_received(
@@ -135,20 +140,25 @@ class DispatchExperts(ShardedExperts):
             return self.run_own(self._own_experts, args, kwargs)
 
         read = [*self.module.parameters(), *tensors_in(leaves)]
-        # With gathered weights, the recompute of a block runs up to `_Leave`, after the exchange.
+        # `saves` is True if weights are gathered: the recompute of a block then runs up to
+        # `_Leave`, which comes after the exchange.
         return self._exchange(compute, sent, read, self.communicator.gathers_weights)
 
     def _own_experts(self, *args: Any, **kwargs: Any) -> Any:
         """Call the module's own code as if the module had only the experts of this rank."""
         own, num_experts = self._exchange.own, self._exchange.bounds[-1]
         for key in self._counts:
-            setattr(self.module, key, own.stop - own.start)  # the code may loop over so many
+            # The module now has only this rank's experts, and its code may loop over their
+            # number.
+            setattr(self.module, key, own.stop - own.start)
         vectors = {name: getattr(self.module, name)[own] for name in self._vectors}
         try:
             with reparametrized(self.module, vectors):
                 return self.own_code(*args, **kwargs)
         finally:
-            for key in self._counts:  # restored, because code outside of the experts may read it
+            for key in self._counts:
+                # Set the number of all experts again, because code outside of the experts may read
+                # it.
                 setattr(self.module, key, num_experts)
 
 
@@ -163,8 +173,9 @@ results [M, D]."""
 class _Route:
     """The transfers of one part of the tokens: rows to their experts, and results back.
 
-    The autograd nodes of the part share it. It has no tensors except those in flight: in a
-    recomputed block it lives as long as the nodes of the first forward, and would keep them.
+    The autograd nodes of the part share this object. It holds no tensors except those in flight: in
+    a recomputed block it lives until backward, as the nodes of the first forward do, and would keep
+    the memory of all tensors that it held.
     """
 
     channel: Channel
@@ -206,7 +217,8 @@ class _Part(NamedTuple):
 
     route: _Route
     entry: Tensor
-    """The index of each row among the N k entries of the tokens' expert indices, [R]."""
+    """For each row, the index of its token and expert in the flattened expert indices [N, k];
+    [R]."""
     token: Tensor
     """The index of each row's token, [R]."""
     of_token: Tensor
@@ -242,7 +254,7 @@ class ExpertExchange:
     ) -> None:
         """`bounds`: rank i has experts `bounds[i]` up to, not including, `bounds[i + 1]`.
 
-        `same_tokens`: the ranks that have the same tokens, of which each sends its share.
+        `same_tokens`: the ranks that have the same tokens as this one; each of them sends a part.
         `num_chunks`: the number of parts into which tokens are divided to overlap transfers.
         """
         self.ranks, self.bounds, self.same_tokens = ranks, bounds, same_tokens
@@ -282,8 +294,8 @@ class ExpertExchange:
         """Return for each token that was `sent` the sum of its experts' results, [N, D].
 
         `compute`: computes the rows that this rank received. `read`: all other tensors that
-        `compute` reads, which may need gradients. `saves`: True if the recompute of a block runs
-        beyond this exchange in any case, see `_Combine`.
+        `compute` reads, which may need gradients. `saves`: True if the recompute of a block goes on
+        after this exchange anyway, so that `_Combine` may save tensors for backward.
         """
         try:
             sums = self._sums(compute, sent.parts, read, saves)
@@ -318,7 +330,10 @@ class ExpertExchange:
             x, w = _Arrive.apply(*part.buffers, part.route)
             if len(x):
                 y = compute(x, part.numbers, w)
-            else:  # [Note: Every rank takes part]: y is empty, but its graph leads to all inputs
+            else:
+                # [Note: Every rank takes part]: this rank received nothing, so y is empty. Its
+                # graph must still lead to all inputs, so that backward meets the transfers of other
+                # ranks.
                 y = joined(x * w, *read) * torch.ones_like(w)
             back.append(_Return.apply(y.to(x.dtype), part.route))
         return [_Combine.apply(rows, part, saves) for rows, part in zip(back, parts, strict=True)]
@@ -340,7 +355,8 @@ class ExpertExchange:
         # differences of running sums over experts at the bounds between ranks.
         sums = every.cumsum(-1)
         sums = torch.cat([sums.new_zeros(*sums.shape[:-1], 1), sums], -1)[..., self.bounds].diff()
-        rows = sums.tolist() if not sums.is_meta else _even(parts, size)  # the CPU's one wait
+        # Here, and only here, the CPU waits for the device.
+        rows = sums.tolist() if not sums.is_meta else _even(parts, size)
         return [
             self._part(part, every[:, i, self.own], [of_rank[i] for of_rank in rows])
             for i, part in enumerate(parts)
@@ -353,7 +369,8 @@ class ExpertExchange:
         experts. `rows`: the number of rows that each rank sends to each rank.
         """
         me, k = self.ranks.rank, numbers.shape[1]
-        entry = numbers.flatten().argsort(stable=True)  # rows by expert, then by token
+        # Sort the pairs of token and expert by expert, and those of one expert by token.
+        entry = numbers.flatten().argsort(stable=True)
         token = entry // k  # an entry of `numbers` belongs to token entry // k
         received = [of_rank[me] for of_rank in rows]
         # Received rows are sorted by rank, and those of a rank by expert.

@@ -47,7 +47,7 @@ def router_dtype(model: Any, trace: ModelTrace, name: str, dtype: torch.dtype) -
 
 
 def experts_of(shape: nn.Module, trace: ModelTrace) -> dict[str, int]:
-    """Return by name the modules with experts that are called as in transformers, with their E.
+    """Return the number of experts of each module that is called as experts of transformers are.
 
     `shape`: the traced model, on any device.
     """
@@ -162,7 +162,8 @@ class ExpertLoad:
         counts [L, E] are summed over ranks. The load of an expert is its number of tokens divided
         by the mean of its block.
         """
-        mean = (counts.sum(1, keepdim=True) / self._sizes).clamp(min=1e-9)  # not 0
+        # The mean is 0 in a block without tokens: clamp it, so that no division is by 0.
+        mean = (counts.sum(1, keepdim=True) / self._sizes).clamp(min=1e-9)
         unused = ((counts == 0) & self._exists).sum()
         return torch.stack(((counts / mean).max().double(), unused.double()))
 
@@ -191,7 +192,9 @@ class ExpertLoad:
             return
         numbers = _numbers((*args, *kwargs.values()))
         counts, seen = self.counts[index], [m for m in self._masks if m.numel() == len(numbers)]
-        if seen:  # a call with a tile of the tokens fits no mask, so all of its tokens count
+        if seen:
+            # A call with a tile of the tokens fits no mask: then `seen` is empty, and all tokens
+            # count.
             numbers = numbers.masked_fill(~seen[0].reshape(-1, 1), len(counts))
         # The last column counts masked tokens and entries without an expert, whose index is this
         # module's number of experts or more.

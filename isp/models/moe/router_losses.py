@@ -38,7 +38,8 @@ def _find_routers(model: Any) -> list[tuple[nn.Module, int]]:
     recorders = {id(r): r for kind in kinds if (r := kind.get("router_logits")) is not None}
     for recorder in recorders.values():
         if isinstance(recorder, list) or not hasattr(recorder, "target_class"):
-            break  # declared in a form that does not name one class
+            # This declaration does not name one class, so routers cannot be found by it.
+            break
         found += [
             (part, recorder.index)
             for name, part in model.named_modules()
@@ -86,7 +87,8 @@ class _Routing:
         seen = self.tokens(len(logits)).unsqueeze(-1)
         probabilities = logits.softmax(-1)
         chosen = probabilities.topk(top_k, dim=-1).indices
-        counts = torch.zeros_like(probabilities).scatter_(-1, chosen, 1)  # one-hot of k experts
+        # `counts` [N, E] is 1 for the k experts of each token, and 0 for the others.
+        counts = torch.zeros_like(probabilities).scatter_(-1, chosen, 1)
         self.counts = counts.mul_(seen).sum(0) + self.counts
         self.probabilities = probabilities.mul_(seen).sum(0) + self.probabilities
         self.z = self.z + (logits.logsumexp(-1) ** 2 * seen[:, 0]).sum()
@@ -155,7 +157,7 @@ class RouterLosses:
         self._routing = None
 
     def scaling(self) -> Callable[[Tensor], None]:
-        """Return a function that multiplies the gradients of the last forward's losses by [].
+        """Return a function that scales the gradients of the last forward's losses by a tensor [].
 
         The gradients are computed in backward, so call the function before that.
         """
@@ -178,7 +180,8 @@ class RouterLosses:
         # One transfer for all sums: [E] choices, [E] probabilities, z, number of tokens.
         rest = torch.stack((routing.z, routing.num_rows)).to(routing.counts.dtype)
         totals = torch.cat((routing.counts, routing.probabilities, rest))
-        if not routing.whole:  # routers saw this rank's tokens only
+        if not routing.whole:
+            # The routers saw only this rank's tokens, so add the sums of all ranks.
             tag = Tag(Purpose.LOSS, tensor="routers")
             totals = self._channel.all_reduce(totals, tag=tag).wait()
         num_rows = totals[-1].clamp(min=1)

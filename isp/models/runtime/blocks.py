@@ -112,7 +112,8 @@ class Blocks:
             first, *others = kwargs.items()
             forward, args, kwargs = _by_name(forward, first[0]), first[1:], dict(others)
         form, instead = self._trace.outputs.get(block), around.instead
-        if block in instead.left_out:  # a block of another pipeline stage
+        if block in instead.left_out:
+            # The block is on another pipeline stage: return its input, or what this stage received.
             x = args[0] if instead.received is None else instead.received
             return x if form is None else form.around(x)
 
@@ -122,8 +123,10 @@ class Blocks:
         kept = self._kept_calls(block, module, args)
         calls, recomputed = self._calls[block], self.recomputed[block]
 
-        def run(*args: Any) -> Any:  # once in forward, and again in each recompute
-            # A recompute between linears reads no weight, so the plan does not contain it.
+        # Runs once in forward, and again in each recompute.
+        def run(*args: Any) -> Any:
+            # If only what is between linears is recomputed, the recompute reads no weight, so the
+            # prefetch plan does not contain this pass.
             planned = recomputed or not self._layers.communicator.is_recomputing
             own = ForwardPass(block, calls, masks, kept=kept, planned=planned)
             keeping = nullcontext() if kept is None else kept.passing()
@@ -153,5 +156,5 @@ class Blocks:
 
 
 def _by_name(forward: ModuleForward, name: str) -> ModuleForward:
-    """Return `forward` with its argument called `name` as the first positional one."""
+    """Return a function that passes its first positional argument to `forward` as `name`."""
     return lambda x, **kwargs: forward(**{name: x}, **kwargs)

@@ -150,7 +150,8 @@ class FusedLinears:
 
         Raises RuntimeError if x is not the tensor that the first linear was called with.
         """
-        # Without gathering, the parameters are whole; without gradients, no fused node is needed.
+        # Run the linear's own code if its parameters are whole, because no weight is gathered, and
+        # no gradient is needed. Otherwise the fused node computes all linears.
         if not (self.communicator.gathers_weights or torch.is_grad_enabled()):
             own: Tensor = original(x)
             return own
@@ -163,7 +164,9 @@ class FusedLinears:
                 f" but with the same one when the model was traced, so isp computed them together"
             )
         y = self._outputs.pop()
-        if not self._outputs:  # free the input
+        if not self._outputs:
+            # This was the last linear of the group: drop the input, so that its memory can be
+            # freed.
             self._x = None
         return y
 

@@ -34,7 +34,7 @@ LocalOf = Callable[[AttentionKind], LocalAttention]
 def local_of(
     layers: RankLayers, backend: AttentionBackend, given: LocalAttention | None
 ) -> LocalOf:
-    """Return a function that returns the implementation of each kind of attention.
+    """Return a function from a kind of attention to its implementation on one rank.
 
     The implementation is `given` for all kinds; or, if that is None, the one that `backend` has for
     the kind on the device of `layers`.
@@ -92,10 +92,11 @@ class TracedMixers:
             extras: dict[str, Any] = {"sinks": options.of_heads(q.shape[2]), "chosen": chosen}
             extras = {name: extra for name, extra in extras.items() if extra is not None}
             assert call.sizes is not None
-            # The sizes of heads are those of the trace; scale and softcap those of this call.
+            # Take the sizes of heads from the trace, and scale and softcap from this call, which
+            # may have others than the traced one.
             core = self._core(call.sizes.attention_kind._replace(scale=scale, softcap=softcap))
-            # The mask is that of all tokens of the sequence. If features are split, attention is in
-            # a region and q has them all; otherwise q has this rank's tokens.
+            # The mask must be that of all tokens of the sequence. If features are split, attention
+            # is in a region, where q has all tokens. Otherwise q has this rank's tokens.
             parts = 1 if self._layers.splits_features else self._layers.tensor.size
             mask = now.masks(causal, window, chunk, (len(q), q.shape[1] * parts))
             out = core(q, k, v, mask=mask, **extras)

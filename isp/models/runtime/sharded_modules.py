@@ -59,7 +59,7 @@ class _ShardedModule:
 
     @property
     def weights(self) -> tuple[Self]:
-        """The holders of the weights that a call of the module reads: this one alone."""
+        """The holders of the weights that a call of the module reads: only this object."""
         return (self,)
 
     @property
@@ -96,7 +96,7 @@ class ShardedLinear(_ShardedModule):
         entrance: Entrance | None,
         bias_is_whole: bool,
     ) -> None:
-        """`entrance`: the entrance of the region in which the linear is a column; None: in none.
+        """`entrance`: that of the region in which the linear is a column; None: it is no column.
 
         `plan`: the tensor-parallel plan; None: mode isp. `bias_is_whole`: True if each rank has the
         whole bias.
@@ -113,7 +113,9 @@ class ShardedLinear(_ShardedModule):
         is_local = self._sends_nothing and entrance is None
 
         def forward(x: Tensor) -> Tensor:
-            if is_local and not torch.is_grad_enabled():  # the weight is whole: fastest
+            if is_local and not torch.is_grad_enabled():
+                # The weight is whole and no gradient is needed: the module's own forward is
+                # fastest.
                 own: Tensor = inner(x)
                 return own
             if entrance is None:
@@ -172,9 +174,10 @@ class ShardedEmbedding(_ShardedModule):
         row = self.module.padding_idx
         if not isinstance(row, int):
             return -1
-        if self.communicator.gathers_weights:  # the gradient is of the whole table
+        if self.communicator.gathers_weights:
+            # Backward computes the gradient of the whole table, so the index stays the same.
             return row
-        # The gradient is of this rank's rows only.
+        # Backward computes the gradient of this rank's rows only: count from the first of them.
         ((start, stop),) = self.layouts["weight"].intervals()
         return row - start if start <= row < stop else -1
 
@@ -210,7 +213,7 @@ def shard_parameters(
     """
     # By id of a parameter, the modules that have it, each with its name there.
     uses: dict[int, list[tuple[nn.Module, str]]] = {}
-    # The fused parameters, by name.
+    # By the name of a fused parameter, this rank's shard of it.
     wholes: dict[str, ShardedParameter] = {}
     for module in model.modules():
         for local, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
@@ -290,7 +293,10 @@ def _layout(
 
 
 def _whole(among: FusedRows, parameter: nn.Parameter, layers: RankLayers) -> ShardedParameter:
-    """Make the rank's shard, without values, of the fused parameter that has `parameter`'s rows."""
+    """Make the rank's shard of a fused parameter, without values.
+
+    `parameter`: one of those that are fused; `among`: the place of its rows in the fused one.
+    """
     shape = among.rows_before + parameter.shape[0] + among.rows_after, *parameter.shape[1:]
     layout = layers.sharded_layout(shape, dim=0)
     shard = torch.empty(layout.local_shape, device=layers.device, dtype=layers.dtype)

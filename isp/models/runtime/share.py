@@ -59,7 +59,8 @@ def run_with_a_share(
         device=torch.device("meta"),
         dtype=torch.float32,
     )
-    attentions = (call for call in trace.calls if call.sizes is not None)  # in the order of calls
+    # `attend` compares each call of attention with the next traced one.
+    attentions = (call for call in trace.calls if call.sizes is not None)
 
     def attend(
         q: Tensor, k: Tensor, v: Tensor, *, mask: AttentionMask, sinks: Tensor | None = None
@@ -106,7 +107,8 @@ def check_shares(
     with local_calls(model, gradients=True), ExitStack() as stack:
         shares = _Shares(model, plan, size, stack)
         whole = forward(model, ids, positions)
-        for rank in sorted({0, 1, size - 1}):  # a few suffice: wrong code is wrong on each rank
+        # A few ranks suffice, because wrong code is wrong on each rank.
+        for rank in sorted({0, 1, size - 1}):
             shares.begin(rank)
             for name, vector in vectors.items():
                 owner, _, local = name.rpartition(".")
@@ -124,12 +126,13 @@ def check_shares(
 
 
 class _Given(NamedTuple):
-    """The record of a row linear's call in the whole run."""
+    """The record of a row linear's call in the run with all features (the whole run)."""
 
     x: Tensor
     """The input, [.., I]."""
     gradients: tuple[Tensor | None, ...]
-    """The gradients of a fixed weighted sum of x by the outputs of the columns before the row."""
+    """The gradients of a fixed weighted sum of x with respect to the outputs of the column linears
+    that were called before this row linear."""
     y: Tensor
     """The output."""
 
@@ -184,7 +187,8 @@ class _Shares:
                 whole = _share(whole, self._rank, self._size, dim)
         if whole.shape != own.shape:
             return True
-        apart = torch.where(whole == own, 0, whole - own).abs()  # 0 for equal infinities, not NaN
+        # Equal infinities differ by 0; their difference would be NaN.
+        apart = torch.where(whole == own, 0, whole - own).abs()
         largest = whole.masked_fill(whole.isinf(), 0).abs().max() if own.numel() else 0
         return bool(own.numel()) and not bool(apart.max() <= limit * largest)
 
@@ -199,7 +203,8 @@ class _Shares:
         if self._rank is None:
             with torch.no_grad():
                 self._whole[key] = forward(x)
-        # From the whole run also on a rank: so an error before this column has no effect after it.
+        # Take the output of the whole run in a rank's run as well: then an error before this column
+        # has no effect after it.
         y = self._whole[key]
         if self._rank is not None:
             y = _share(y, self._rank, self._size)
@@ -210,7 +215,8 @@ class _Shares:
     def _row(self, name: str, forward: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
         """Return a row's output in the whole run; check input and gradients in a rank's run.
 
-        Raises ValueError if the input is not the rank's share; records the error for gradients.
+        Raises ValueError if the input is not the rank's share. If only the gradients differ, keeps
+        the error in `of_gradients`, because an error in forward says more.
         """
         key, gradients = self._key(name), self._gradients(x)
         if self._rank is None:
@@ -227,7 +233,8 @@ class _Shares:
         return whole.y.clone()  # a copy, because the model may write into it
 
     def _gradients(self, x: Tensor) -> tuple[Tensor | None, ...]:
-        """Return the gradients of a fixed weighted sum of x by the outputs of the columns before.
+        """Return the gradients of a fixed weighted sum of x with respect to earlier columns'
+        outputs.
 
         Outputs that x does not depend on are kept for a later row: a block may call the columns of
         several rows first.

@@ -104,7 +104,8 @@ class StageModule:
                 holders.linear(self.trace.head),
                 self.trace.vocab_size,
                 chunk_tokens=loss_chunk_tokens,
-                # If the model does nothing to the head's output, its code need not run again.
+                # None if the head's output is the logits: then the loss need not run the model's
+                # code after the head again.
                 after_head=self._after_head if self.trace.changes_logits else None,
                 compile=compile,
             )
@@ -272,7 +273,8 @@ class StageModule:
 
         Raises ValueError if the model cannot run these rows, or was compiled.
         """
-        check_not_compiled(self._modules)  # a user may have compiled it after isp built it
+        # Checked in each forward, because a user may compile the model after isp has built it.
+        check_not_compiled(self._modules)
         parts = self._layers.tensor.size if self._layers.mode.slices_batch else 1
         check_row(self._most_tokens, positions.shape[1] * parts)
         if not self._needs_lengths:
@@ -297,7 +299,9 @@ class StageModule:
         try:
             return self._run_model(ids, positions, Masks(None), instead)
         finally:
-            if before is not None:  # dropout in this extra run must not change later draws
+            if before is not None:
+                # Dropout may have drawn random numbers in this extra run: restore the generators,
+                # so that later draws are the same as without it.
                 restore_generators(self._layers.device, before)
 
 

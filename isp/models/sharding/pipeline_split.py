@@ -153,7 +153,11 @@ def with_blocks(
 
 
 def _returning_input(form: BlockOutput | None) -> Callable[..., Any]:
-    """Return a forward that returns its first argument, in the `form` of the block's output."""
+    """Return a forward that returns its first argument as the hidden states of the block's
+    output.
+
+    `form`: the structure of that output, such as a tuple; None: the hidden states alone.
+    """
 
     # A plain function and no method, because a deep copy of the model keeps it as it is.
     def forward(*args: Any, **kwargs: Any) -> Any:
@@ -191,10 +195,12 @@ def check_stages(
         _cut(model, trace, stage, received)
         with local_calls(model):
             try:
-                received = forward(model, ids * stage.is_first, positions)  # later stages: any ids
+                # A later stage gets hidden states, so its token ids do not matter: they are all 0.
+                received = forward(model, ids * stage.is_first, positions)
             except ForwardEnd as end:
                 received = end.hidden
-            except Exception as error:  # the model's own code, on random weights
+            except Exception as error:
+                # The model's own code runs on random weights here, and may raise anything.
                 raise ValueError(f"a stage fails when it runs alone: {error}") from error
     if not torch.equal(received, whole):
         raise ValueError("its blocks use more from earlier blocks and tables than the hidden state")
@@ -204,7 +210,8 @@ def _cut(model: nn.Module, trace: ModelTrace, stage: Stage, received: Tensor) ->
     """Turn a copy of the model without weights into one stage, in place."""
     for name in trace.roles:
         parameter = model.get_parameter(name)
-        if name not in stage.parameters:  # fill the storage, because elements overlap in memory
+        if name not in stage.parameters:
+            # Fill the storage and not the parameter, whose elements overlap in memory.
             size = parameter.untyped_storage().nbytes() // parameter.itemsize
             parameter.data.as_strided((size,), (1,)).fill_(torch.nan)
     for part in (*trace.called_at, *trace.blocks):
@@ -226,7 +233,10 @@ def _zeros(forward: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
 
 
 def _returning_received(around: Callable[[Tensor], Any], hidden: Tensor, *_: Any, **__: Any) -> Any:
-    """Return the `hidden` states that the stage has received, in the form of a block's output."""
+    """Return the `hidden` states that the stage has received, as the output of a block.
+
+    `around` puts them into the structure of that output, such as a tuple.
+    """
     return around(hidden)
 
 

@@ -90,7 +90,7 @@ class Entrance:
 
         Raises ValueError if not exactly one of the arguments looks like the input.
         """
-        # Models pass the input by position or under various names: find it by its form.
+        # Models pass the input by position or under various names: recognize it by dtype and shape.
         found = [x for x in (*args, *kwargs.values()) if self._is_input(x)]
         if len(found) != 1:
             raise ValueError(
@@ -120,7 +120,7 @@ class Entrance:
 class _Enter(Function):
     """The transfer of an entrance as one autograd node.
 
-    forward   x [.., S', D] -> the input of the columns, by the table at the top of this file
+    forward   x [.., S', D] -> the input of the columns: all tokens in msp and fsp, x itself in mtp
     backward  the dual transfer for dx; fsp saves x, the rank's shard, to gather it again
     """
 
@@ -132,7 +132,8 @@ class _Enter(Function):
             return x.view_as(x)
         tag = Tag(Purpose.ACTIVATION, entrance.name, "x")
         full: Tensor = entrance.tensor.all_gather(x, dim=-2, tag=tag).wait()
-        return full.view_as(x) if full is x else full  # a function must not return its input
+        # An autograd function must not return its input: return a view of it.
+        return full.view_as(x) if full is x else full
 
     @staticmethod
     @once_differentiable
@@ -163,7 +164,8 @@ def _regathered(x: Tensor) -> saved_tensors_hooks:
     def unpack(packed: Tensor | torch.Size) -> Tensor:
         if isinstance(packed, Tensor):
             return packed
-        if node.again is None:  # on all ranks at the same column, so that the all-gather meets
+        # All ranks reach this at the same column, so their calls of the all-gather meet.
+        if node.again is None:
             (own,) = node.saved_tensors
             entrance: Entrance = node.entrance
             tag = Tag(Purpose.REGATHERED_ACTIVATION, entrance.name, "x")

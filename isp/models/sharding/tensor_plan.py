@@ -85,7 +85,8 @@ class TensorPlan(NamedTuple):
         return size if any(name.startswith(f"{block}.") for name in apart) else 1
 
     def sees_part(self, module: str) -> bool | None:
-        """Return whether a module gets only a rank's share of the features; None: in no region."""
+        """Return whether a module gets only a rank's share of the features; None outside of
+        regions."""
         return next((not r.whole for r in self.regions if module in r.between), None)
 
     def is_row(self, linear: str) -> bool:
@@ -98,7 +99,8 @@ class TensorPlan(NamedTuple):
         cut = self.cuts.get(linear)
         if cut is None or tensor.size == 1:
             return Moves()
-        moves = moves_for(mode, cut.role, tensor, sequence_dim=-2)  # x [B, S', I] or [B S', I]
+        # `sequence_dim` is -2, because x is [B, S', I] or [B S', I].
+        moves = moves_for(mode, cut.role, tensor, sequence_dim=-2)
         # Columns send nothing themselves: their region's entrance does it once for all of them. The
         # head and columns without a row are in no region.
         if cut.role is Role.COLUMN and linear != self.head and not cut.alone:
@@ -158,8 +160,8 @@ def tensor_plan(model: nn.Module, trace: ModelTrace, styles: Mapping[str, str]) 
     """Return the tensor-parallel plan of a traced `model`, made from that of transformers.
 
     `styles`: the plan of transformers, styles in `_CUTS` by names of modules with `*` for each
-    number. Raises ValueError if it cuts nothing, does not cut the linears around attention, or
-    leaves out a linear or a vector inside of a region that it cuts. Also for a model with dropout
+    number. Raises ValueError if the plan cuts nothing, does not cut the linears around attention,
+    or leaves out a linear or a vector inside of a region that it cuts; or if the model has dropout
     or a second embedding table.
     """
     cuts, regions = dict[str, LinearCut](), list[Region]()
@@ -178,7 +180,8 @@ def tensor_plan(model: nn.Module, trace: ModelTrace, styles: Mapping[str, str]) 
         raise ValueError("its forward does not end with the linear layer that computes the logits")
     if _out_features(model.get_submodule(last.module)) != trace.vocab_size:
         raise ValueError(f"its logits are not the whole output of {last.module}")
-    cuts[last.module] = LinearCut(Role.COLUMN)  # the head, also if the plan has another style
+    # The head is cut by vocabulary, even if the plan of transformers has another style for it.
+    cuts[last.module] = LinearCut(Role.COLUMN)
     for name, module in model.named_modules():
         if isinstance(module, nn.Dropout) and module.p > 0:
             raise ValueError(
@@ -187,8 +190,8 @@ def tensor_plan(model: nn.Module, trace: ModelTrace, styles: Mapping[str, str]) 
         inside = next((r for r in regions if name.startswith(f"{r.module}.")), None)
         if inside is None or not is_linear(module) or name not in trace.called:
             continue
-        # Uncut, it would be called with a share of its input features, or give whole outputs where
-        # a share is expected.
+        # Inside of a region, a linear must be cut as a column or a row of it. A linear that is not
+        # would get a share of its input features, or give whole outputs where a share is expected.
         if name not in cuts or cuts[name].alone:
             raise ValueError(f"the plan does not shard {name}, which is inside {inside.module}")
     vectors = frozenset(_own_vectors(regions, trace, styles))
@@ -208,7 +211,8 @@ def _own_vectors(
         region = next((r for r in regions if f"{owner}.".startswith(f"{r.module}.")), None)
         if role is not ParameterRole.VECTOR or region is None:
             continue
-        # The vector of a called module, such as a norm of q: `check_shares` compares its output.
+        # Skip the vector of a called module, such as a norm of q: `check_shares` compares the
+        # output of that module instead.
         if owner in trace.called and owner != region.module:
             continue
         if region.whole or styles.get(_pattern(name)) != "colwise":

@@ -31,7 +31,7 @@ __all__ = [
 
 
 class Kind(StrEnum):
-    """The kinds of calls that a trace contains and a forward is compared with."""
+    """The kinds of calls that a forward reports, to be compared with the calls of the trace."""
 
     LINEAR = "linear"
     TABLE = "embedding"
@@ -78,7 +78,7 @@ class AttentionSizes(NamedTuple):
 
     @property
     def attention_kind(self) -> AttentionKind:
-        """The kind of attention to make for these calls."""
+        """The options and sizes of the call that an implementation of attention is made for."""
         return AttentionKind(
             self.scale,
             self.softcap,
@@ -146,7 +146,8 @@ def weights_among(given: Sequence[Any], numbers: Tensor) -> int | None:
 
     Routing weights have the shape of the expert indices `numbers` [N, k] and come after them.
     """
-    for i, x in enumerate(given):  # 0 and 1 are the tokens and the expert indices
+    # Skip the arguments 0 and 1, which are the tokens and the expert indices.
+    for i, x in enumerate(given):
         if i > 1 and isinstance(x, Tensor) and x.is_floating_point() and x.shape == numbers.shape:
             return i
     return None
@@ -161,9 +162,10 @@ def same_rows(x: Tensor, tokens: Tensor) -> bool:
 
 
 class BlockOutput(NamedTuple):
-    """The form of a block's output: a tree of values, some of which are hidden states [B, S, ..].
+    """The structure of a block's output, such as a tuple, and where its hidden states are.
 
-    Pipeline stages send the hidden states as one packed tensor [B, S, D].
+    Hidden states are tensors [B, S, ..]. `hidden_of` packs them as one tensor [B, S, D], which
+    pipeline stages send, and `around` makes an output of it.
     """
 
     spec: TreeSpec
@@ -179,7 +181,10 @@ class BlockOutput(NamedTuple):
 
     @classmethod
     def of(cls, output: Any, rows: tuple[int, int]) -> BlockOutput | None:
-        """Return the form of `output`; None if it contains no hidden state of `rows` = (B, S)."""
+        """Return the structure of `output`; None if it has no hidden state [B, S, ..].
+
+        `rows`: (B, S).
+        """
         found, spec = tree_flatten(output)
         tensors = {i: leaf for i, leaf in enumerate(found) if isinstance(leaf, Tensor)}
         sizes = {
@@ -191,7 +196,7 @@ class BlockOutput(NamedTuple):
         return cls(spec, others, sizes) if sizes else None
 
     def around(self, hidden: Tensor) -> Any:
-        """Return a block's output with the packed hidden states [B, S, D] as its hidden states.
+        """Return a block's output that contains the packed hidden states [B, S, D].
 
         Other tensors of the output become None.
         """
@@ -211,9 +216,10 @@ class BlockOutput(NamedTuple):
 
 
 class TokenOutput(NamedTuple):
-    """The form of a tiled module's output: a tree of tensors that have a row for each token.
+    """The structure of a tiled module's output: a tensor, or a tuple or dict of tensors.
 
-    The tiles are concatenated as one packed tensor [B, S, E].
+    Each tensor is [B, S, ..] or [B S, E]. `packed` makes one tensor [B, S, E] of them, so that
+    tiles can be concatenated, and `unpacked` does the reverse.
     """
 
     spec: TreeSpec
@@ -224,9 +230,9 @@ class TokenOutput(NamedTuple):
 
     @classmethod
     def of(cls, output: Any, rows: tuple[int, int]) -> TokenOutput | None:
-        """Return the form of `output` for `rows` = (B, S).
+        """Return the structure of `output` for a batch of `rows` = (B, S).
 
-        Returns None unless all leaves are floating-point tensors with a row for each token.
+        Returns None unless all leaves are floating-point tensors [B, S, ..] or [B S, E].
         """
         leaves, spec = tree_flatten(output)
         if not leaves or not all(isinstance(x, Tensor) and x.is_floating_point() for x in leaves):
@@ -247,7 +253,7 @@ class TokenOutput(NamedTuple):
         return parts[0] if len(parts) == 1 else torch.cat(parts, -1)
 
     def unpacked(self, packed: Tensor, dtypes: Sequence[torch.dtype]) -> Any:
-        """Return the output in the module's form with these dtypes, from `packed` [B, S, E]."""
+        """Return the module's output, with tensors of these dtypes, from `packed` [B, S, E]."""
         widths = [math.prod(size) for size in self.sizes]
         parts = [packed] if len(widths) == 1 else packed.split(widths, -1)
         leaves = [

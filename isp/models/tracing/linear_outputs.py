@@ -53,10 +53,11 @@ class LinearOutputs(TorchFunctionMode):
         """Record that the linear `name` has returned `output`."""
         self._outputs[memory_of(output)] = name, output
         self._linear, self._made, self._mixed = name, {id(output): output}, False
-        self.used = False  # last, because `memory_of` above counts as an operation
+        # Set this last, because `memory_of` above counts as an operation that uses the output.
+        self.used = False
 
     def block_returned(self, block: str, given: tuple[Any, ...], output: Any) -> None:
-        """Record whether a block's `output` has the form of its first argument in `given`."""
+        """Record whether a block's `output` is one tensor with the shape of its first argument."""
         tensors = given and isinstance(given[0], Tensor) and isinstance(output, Tensor)
         if not tensors or given[0].shape != output.shape:
             self._odd_blocks.add(block)
@@ -98,12 +99,16 @@ class LinearOutputs(TorchFunctionMode):
             key = memory_of(parent)
             name, output = self._outputs.get(key, ("", parent))
             for x in made if name else ():
-                if memory_of(x) == key:  # a view of the output
+                if memory_of(x) == key:
+                    # x is a view of the linear's output.
                     self._note(name, output, parent, x)
         return out
 
     def _note(self, name: str, output: Tensor, parent: Tensor, x: Tensor) -> None:
-        """Record the part of a linear's `output` that x is; x is a view of its view `parent`."""
+        """Record which part of a linear's `output` the tensor x is.
+
+        x is a view of `parent`, and `parent` is the output or a view of it.
+        """
         width = output.shape[-1]
         as_it_is = parent.dim() <= output.dim() and parent.shape[-1] == width
         # The dims of x within the features of a token are those with strides below O.

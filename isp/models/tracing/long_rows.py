@@ -64,7 +64,8 @@ class LengthCheck:
             for length in {row, part}:
                 if length > PROBE_TOKENS:
                     self._check(length, allow_unchecked)
-            self._due = row * 9 // 8  # rows that grow by one token each are not all checked
+            # Without this margin, rows that grow by one token each would all be checked.
+            self._due = row * 9 // 8
 
     def _check(self, length: int, allow_unchecked: bool) -> None:
         """Check rows of one length: compare calls, and results on the CPU if calls differ."""
@@ -75,12 +76,14 @@ class LengthCheck:
                 return
             reason = self._message(length, other)
             compared = min(length, _MOST_COMPARED)
-            # If calls differ only in rows longer than the CPU runs, results cannot be compared.
+            # Results are compared in rows of at most `_MOST_COMPARED` tokens. They cannot be
+            # compared if calls differ only in longer rows.
             if compared < length and self._first_other(compared) is None:
                 raise ValueError(f"rows of more than {_MOST_COMPARED:,} tokens are not compared")
             rest = self._model.buffers(), self._trace, self._forward, compared
             same = same_at_length(self._empty(), *rest)
-        except Exception as error:  # the model's own code, too
+        except Exception as error:
+            # The model's own code runs here, and may raise anything.
             refuse_unchecked(self._model, f"{reason}: {error}", allow_unchecked)
             return
         if not same:
@@ -105,10 +108,12 @@ class LengthCheck:
     def _message(self, length: int, number: int) -> str:
         """Return a message about the call with index `number`, with its place in the code."""
         assert self._short is not None
-        calls = self._calls(length, number)  # once more, to find the place of the call
+        # Run the forward again, to find the place of the call in the code.
+        calls = self._calls(length, number)
         short = self._short[number] if number < len(self._short) else None
         long = calls.noted[number] if number < len(calls.noted) else None
-        if long is None:  # only the short row has this call
+        if long is None:
+            # Only the short row has this call: find its place in a run of the short row.
             calls = self._calls(PROBE_TOKENS, number)
         place, kind = calls.place
         line = "" if calls.line is None else f" ({_at(calls.line)})"
@@ -152,7 +157,10 @@ def _listed(shapes: Any) -> str:
 
 
 def _first_leaves(short: Any, long: Any, step: int) -> tuple[Any, Any]:
-    """Return the first numbers, in nested tuples, that differ between the two rows."""
+    """Return the first pair of numbers that differ between the two rows.
+
+    `short`, `long`: the numbers of each row, in nested tuples.
+    """
     if isinstance(short, tuple) and isinstance(long, tuple) and len(short) == len(long):
         pairs = zip(short, long, strict=True)
         return _first_leaves(*next(pair for pair in pairs if not _follows(*pair, step)), step)
@@ -282,6 +290,7 @@ class _Calls(TorchFunctionMode):
 
     def choose(self, indexer: Indexer) -> Tensor:
         """Return indices of keys, all 0, as many as an indexer chooses in a long document."""
-        # As for a document longer than any, so that the number does not depend on the row.
+        # Take the number of keys in a document longer than any, so that it does not depend on the
+        # row.
         shape = *indexer.keys.shape[:2], indexer.num_choices, indexer.most(1 << 40)
         return indexer.keys.new_zeros(shape, dtype=torch.int32)

@@ -160,7 +160,10 @@ class ForwardPass:
             raise self._error("the end was reached")
 
     def _error(self, found: str) -> RuntimeError:
-        """Return the error for a call, or an end, that differs from the trace; `found`: which."""
+        """Return the error for a call, or an end, that differs from the trace.
+
+        `found`: the call or end that came, in words.
+        """
         rest = self._calls[self.num_calls :]
         expected = f"{rest[0].kind} of {rest[0].module}" if rest else "nothing more"
         return RuntimeError(
@@ -170,7 +173,7 @@ class ForwardPass:
 
 
 def mixing_key(block: str, number: int) -> Hashable:
-    """Return the key in the prefetch plan of a call that mixes tokens; it has no module as key.
+    """Return the key in the prefetch plan of a call that mixes tokens, which has no module.
 
     `number`: the index of the call in its block.
     """
@@ -237,16 +240,18 @@ class Position:
         """Count a call that mixes the tokens x; return the current pass and the call as traced."""
         now = self.current(kind)
         key = mixing_key(now.name, now.num_calls)
-        call = now.arrive(kind, now.name)  # calls that mix tokens have the name of their block
+        # The trace has calls that mix tokens under the name of their block.
+        call = now.arrive(kind, now.name)
         if now.planned:
-            self._communicator.pass_by(key)  # may launch gathers of the next block
+            # Advance the prefetch plan, which may launch the all-gathers of the next block here.
+            self._communicator.pass_by(key)
             if self._mixing_hooks:
                 for hook in [*self._mixing_hooks.get(key, {}).values()]:  # a hook may remove itself
                     hook(x)
         return now, call
 
     def pass_experts(self, module: str) -> None:
-        """Report experts that are reached and whose weights the communicator does not gather."""
+        """Advance the prefetch plan past experts whose weights the communicator does not gather."""
         if self.current(module).planned:
             self._communicator.pass_by(module)
 
@@ -273,9 +278,12 @@ class Position:
         def wrap(inner: ModuleForward) -> ModuleForward:
             def forward(*args: Any, **kwargs: Any) -> Any:
                 now = self.now
-                if now is None:  # such as by gradient checkpointing of the model's own, in backward
+                if now is None:
+                    # The model's own gradient checkpointing, for example, calls modules in
+                    # backward.
                     raise self._outside(module)
-                now.arrive(kind, module)  # first, because a call counts even if it is replaced
+                # Count the call first, because it counts even if another function replaces it.
+                now.arrive(kind, module)
                 if not reads_shard:
                     self.pass_experts(module)
                 if substituted and (instead := now.instead.calls.get(module)) is not None:

@@ -147,7 +147,8 @@ def check_local(
                 whole, order, expected = probe.run_mixed(number, num_tokens)
                 break
             except Exception as error:  # the model's own code may raise anything
-                why = why or error  # report the first one, of the usual way to run it
+                # Report the first error, which is that of the usual way to run the model.
+                why = why or error
         else:
             assert why is not None
             refuse_unchecked(model, why, allow_unchecked)
@@ -163,7 +164,8 @@ def check_local(
                     "part": [whole.part(slice(start, None, 2)) for start in (0, 1)],
                 }
                 raise ValueError(probe.difference(whole, cases))
-    # The smaller number, for callers that run the model again: it runs on the halves, too.
+    # The model has run on all tokens and on half of them. Return the smaller number, for callers
+    # that run it again.
     return ProbeRun(number // 2, model.training)
 
 
@@ -193,16 +195,19 @@ def same_at_length(
     whole = _Tokens.all_of(_num_tokens(shape, trace), tokens)
     with local_calls(model) as calls:
         probe = _Probe(model, forward, calls, trace.called)
-        few = whole.part(slice(tokens // 128, None, -(-tokens // 32)))  # about 32, all over the row
-        if probe.run(few).is_random:  # its dropout would make the results differ
+        # Take about 32 tokens from all over the row.
+        few = whole.part(slice(tokens // 128, None, -(-tokens // 32)))
+        if probe.run(few).is_random:
+            # With dropout, the results of the two runs would differ: turn it off.
             _set_mode(model, training=False)
         return not _differ(probe.run(whole), probe.run(few))
 
 
 def _num_tokens(shape: nn.Module, trace: ModelTrace) -> int:
-    """Return the number of token ids: the rows of the first table, or without tables the logits.
+    """Return the number of token ids: the rows of the first embedding table.
 
-    A classifier has fewer logits than token ids, so the table comes first.
+    In a model without tables it is the number of logits of a token. The table comes first, because
+    a classifier has fewer logits than token ids.
     """
     table = shape.get_submodule(trace.tables[0]) if trace.tables else None
     return table.num_embeddings if isinstance(table, nn.Embedding) else trace.vocab_size
@@ -388,12 +393,15 @@ class _WithoutWeights(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         place = _WEIGHT_AT.get(func)
-        if place is None:  # reads no weight
-            if func is F.dropout or func is torch.dropout:  # called by the model's code directly
+        if place is None:
+            # This operation reads no weight.
+            if func is F.dropout or func is torch.dropout:
+                # The model's code calls dropout as a function, which `_set_mode` cannot turn off.
                 return args[0] if args else (kwargs or {})["input"]
             return func(*args, **kwargs) if kwargs else func(*args)
         number = self._numbers.get(id(args[place]))
-        if number is None:  # the weight has values
+        if number is None:
+            # This weight has values, so the operation can run.
             out = func(*args, **(kwargs or {}))
             return self._leaf(out) if func is F.embedding else out
         if func is F.linear:
@@ -422,8 +430,8 @@ class _WithoutWeights(TorchFunctionMode):
         if (drawn := self._products.get(key)) is None:
             drawn = self._products[key] = _drawn(*key)
         start, scales, shift = drawn
-        # `taken` has one feature for each factor: features start, start + 1, .., modulo I. Slices
-        # and `cat`, because an index tensor takes ten times as long.
+        # `taken` has one feature for each factor: features start, start + 1, .., modulo I. It is
+        # made of slices by `cat`, because an index tensor takes ten times as long.
         times, rest = divmod(len(scales) - x.shape[-1] + start, x.shape[-1])
         taken = torch.cat([x[..., start:], *[x] * times, x[..., :rest]], -1)
         if len(scales) == size:
@@ -604,7 +612,8 @@ class _Probe(NamedTuple):
                 if not (isinstance(x, Tensor) and x.requires_grad and _is_of_tokens(x, size)):
                     return x
                 own, number = x.view_as(x), len(event.tokens)
-                event.tokens.append(torch.zeros(size, _SUMS, dtype=torch.float64))  # if none comes
+                # Keep zeros for the tensor, in case no gradient comes.
+                event.tokens.append(torch.zeros(size, _SUMS, dtype=torch.float64))
 
                 def keep(gradient: Tensor) -> None:
                     if (kept := _per_token(gradient, size)) is not None:
@@ -639,8 +648,10 @@ def _differ(expected: _Found, found: _Found) -> bool:
     other, own = _same_tokens(expected.rows, found.rows)
     was, now = expected.logits[other], found.logits[own]
     largest = was.masked_fill(was.isinf(), 0).abs().max()
-    apart = torch.where(was == now, 0, was - now).abs()  # 0 for equal infinities, not NaN
-    return not bool(apart.max() <= _LARGEST * largest)  # `not`: NaN counts as a difference
+    # Equal infinities differ by 0; their difference would be NaN.
+    apart = torch.where(was == now, 0, was - now).abs()
+    # With `not`, a comparison with NaN counts as a difference.
+    return not bool(apart.max() <= _LARGEST * largest)
 
 
 def _gradients_differ(expected: _Found, found: _Found) -> bool:
@@ -706,7 +717,8 @@ def _first_apart(events: list[list[_Event]], rows: Tensor) -> str:
     input, the module that calls it ("" is the model). The changed token does not count. `events`:
     those of a run of all tokens, and those of a run of the tokens `rows`.
     """
-    inside = [""]  # the modules that run, the innermost last
+    # `inside`: the modules that are running, the innermost last.
+    inside = [""]
     same = rows != _CHANGED
     for before, now in zip(*events, strict=False):
         if not now.entered:

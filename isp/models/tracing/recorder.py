@@ -91,7 +91,8 @@ class CallRecorder:
 
         Raises ValueError if q, k or v do not have S as their second dim.
         """
-        # transformers has heads before tokens: a model that calls isp.attention may, too.
+        # In transformers heads come before tokens, [B, H, S, d]. A model that calls isp.attention
+        # may do so by mistake: the error then says what to change.
         if any(x.dim() != 4 or x.shape[1] != TOKENS for x in (q, k, v)):
             shapes = ", ".join(str(list(x.shape)) for x in (q, k, v))
             turned = q.dim() == 4 and q.shape[2] == TOKENS
@@ -149,7 +150,8 @@ class CallRecorder:
         """Record the calls of forwards in this context, and let `reads` record parameter reads."""
         # Which of these entries are blocks is known at the end only, see `calls_in_blocks`.
         blocks = {entry: name for name, entry in list_entries(self._model)}
-        self._open = reads.open  # one list for both: `Reads` needs the running module, too
+        # Both use one list of running modules, because `Reads` needs the innermost one.
+        self._open = reads.open
         with ExitStack() as stack:
             for name, module in self._model.named_modules():
                 begins = partial(self._begins, name, blocks.get(module))
@@ -209,7 +211,8 @@ class CallRecorder:
             weighs = route is not None and weights_among(tree_leaves((given, more)), given[1])
             width = 0 if route is None else given[0].shape[1]
             call = Call(Kind.EXPERTS, name, self._block, route=route, width=width)
-            self._calls.append(call._replace(weighs=bool(weighs)))  # an index after 1, or None
+            # `weighs` is the index of the routing weights, which is 2 or more, or else false.
+            self._calls.append(call._replace(weighs=bool(weighs)))
             if route is not None:
                 self._routed = len(self._calls) - 1, given[0], version_of(given[0])
 
@@ -224,7 +227,8 @@ class CallRecorder:
     ) -> None:
         """Record that `module` has returned `output`; a forward hook with kwargs."""
         self._open.pop()
-        # `ComputedAhead` reshapes the output to the dims of the input, so both need the same rows.
+        # `ComputedAhead` gives the output the leading dims of the input, so both must have the
+        # same.
         number = self._ahead.pop(name, None)
         if (
             number is not None

@@ -60,11 +60,13 @@ class Reads(TorchFunctionMode):
     ) -> Any:
         out, name = func(*args, **(kwargs or {})), name_of(func)
         makes_tensor = bool(tensors_in(out))
-        # An attribute such as dtype or device is the same for a rank's part: no read.
+        # Reading an attribute such as dtype or device does not count as a read, because a rank's
+        # part of the parameter has the same.
         if not makes_tensor and name not in _SIZES:
             return out
         for leaf in tensors_in(args, kwargs):
-            # The tensor itself: whatever the model computes from it begins with such an operation.
+            # It suffices to look for the positions tensor itself: whatever the model computes from
+            # it begins with an operation on that tensor.
             if leaf is self._positions:
                 self.reads_positions |= makes_tensor
             known = self._names.get(id(leaf))
