@@ -39,9 +39,9 @@ class ComputeConfig:
     """Backend of attention; auto: the fastest that runs here."""
     compile: bool | Literal["auto"] = "auto"
     """Fuse rotary embedding and SwiGLU into one kernel each by torch.compile, with fewer
-    roundings, and the loss into two; auto: on CUDA. Other models than ISP's own decoder have the
-    loss alone. Each layer costs a fraction of a millisecond of Python, so false may be faster with
-    few tokens per rank."""
+    roundings, and the loss into two; auto: on CUDA. In models other than ISP's own decoder, only
+    the loss is compiled. Each layer costs a fraction of a millisecond of Python, so false may be
+    faster with few tokens per rank."""
     allow_unchecked: bool = False
     """Train a model that could not be checked for code that mixes tokens outside of attention, with
     a warning; false: refuse it. The check runs the model on the CPU with random weights, and
@@ -115,7 +115,8 @@ class ComputeConfig:
     def check_beside(self, other: str) -> None:
         """Raise ValueError for keys that have no effect, because `other` runs and not isp's
         decoder."""
-        _ = self.recomputation  # raises for keys that contradict each other
+        # Read the property, which raises for keys that contradict each other.
+        _ = self.recomputation
         if self.compile is True:
             raise ValueError(
                 f"model.compile=true applies only to isp's own model, not to {other}: use auto or"
@@ -285,7 +286,8 @@ class ModelConfig(ComputeConfig):
         and what to use instead.
         """
         size, mode = parallel.tensor.size, parallel.tensor.mode
-        _ = self.recomputation  # raises for keys that contradict each other
+        # Read the property, which raises for keys that contradict each other.
+        _ = self.recomputation
         if mode.splits_features:
             split = {"num_heads": self.num_heads, "num_kv_heads": self.kv_heads}
             for key, value in {**split, **self.mlp_sizes}.items():

@@ -255,7 +255,8 @@ class Decoder(nn.Module):
                     nn.init.zeros_(module.bias)
             case nn.RMSNorm():
                 nn.init.ones_(module.weight)
-            case Attention():  # overwrites what the case for nn.Linear has set
+            case Attention():
+                # Overwrite the weight that the case for nn.Linear has set in the submodule.
                 nn.init.normal_(module.o_proj.weight, std=self.init_std_of_outputs)
             case MLP():
                 nn.init.normal_(module.down_proj.weight, std=self.init_std_of_outputs)

@@ -63,7 +63,8 @@ def config_json(model: ModelConfig, *, dtype: str, context: int) -> dict[str, An
         "hidden_act": "silu",
         "rms_norm_eps": model.norm_eps,
         "tie_word_embeddings": model.tie_embeddings,
-        "bos_token_id": None,  # without the keys, transformers uses defaults of the family
+        # Without these keys, transformers would use defaults of the model type.
+        "bos_token_id": None,
         "eos_token_id": None,
         **_experts_json(model, family),
         **_window_json(model, family),

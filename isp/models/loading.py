@@ -220,7 +220,8 @@ def plain_model(
         raise ValueError(
             f"transformers {transformers.__version__} cannot load {folder}: {first_line(error)}"
         ) from None
-    if missing := sorted(info["missing_keys"]):  # transformers fills these with random numbers
+    if missing := sorted(info["missing_keys"]):
+        # transformers has filled the missing weights with random numbers.
         raise ValueError(
             f"{folder} lacks {len(missing)} weights of the model, such as {missing[0]}"
         )
@@ -298,7 +299,8 @@ def _weights_of(model: Any, folder: Path) -> _Files | _Random:
     untrained = {name for name in files.names if name.startswith(tower)}
     untrained |= {*_ignored(model, files.names)}
     tensors, aliases = {}, {*untrained}
-    for of_one in names.values():  # a tied weight may be in the files by any of its names
+    # A tied weight may be in the files under any of its names.
+    for of_one in names.values():
         there = next((name for name in of_one if name in files.names), of_one[0])
         tensors[there] = attrgetter(there)(model)
         aliases.update(of_one)
@@ -402,8 +404,8 @@ class _Random:
     def check(self) -> None:
         """Raise ValueError for a parameter that the model's `_init_weights` does not initialize.
 
-        Where the recorded initialization of a module is elementwise, no weight is made. The weights
-        of other modules are made and checked for NaN, one module at a time.
+        If the initialization of a parameter could be recorded, no weight is made to check it. The
+        weights of other modules are made and checked for NaN, one module at a time.
         """
         shape: Any = copy.deepcopy(self._shape)
         for owner, module in shape.named_modules():

@@ -66,7 +66,8 @@ class Drawing:
     def shard(self, layout: ParameterLayout, stream: MasterStream) -> Tensor:
         """Return a rank's shard in float32 on the CPU, with random numbers from `stream`."""
         found = stream.drawn(layout, self._fill)
-        if not self.calls:  # never initialized: NaN is noticed, any other value would not be
+        if not self.calls:
+            # The parameter was never initialized: fill it with NaN, which is noticed.
             found.fill_(torch.nan)
         for row, value in self.rows.items():
             # `begin`: where the interval of the layout begins in the shard, as an index along dim
@@ -129,10 +130,12 @@ class _Recorder(TorchDispatchMode):
         """Record an operator on a parameter or on one row of it; return whether it is supported."""
         drawing, shape, (x, *others) = self.found[name], self._shapes[name], args
         if x.shape == shape and func in _IN_PLACE:
-            if func not in _ARITHMETIC:  # a draw or fill overwrites all earlier values
+            if func not in _ARITHMETIC:
+                # A draw or a fill overwrites all earlier values.
                 drawing.calls, drawing.rows = [], {}
             drawing.calls.append((func, tuple(others), kwargs))
-            return not drawing.rows  # unsupported: arithmetic that changes rows filled before
+            # After single rows were filled, arithmetic would change them as well: not supported.
+            return not drawing.rows
         if x.shape == shape[1:] and x.is_contiguous() and func in _FILLS:
             row = x.storage_offset() // max(1, x.numel())
             drawing.rows[row] = float(others[0]) if others else 0.0

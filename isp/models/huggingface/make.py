@@ -136,7 +136,8 @@ def _take_out(module: nn.Module, prefix: str, read: set[Any]) -> Iterator[str]:
     for local, child in list(module.named_children()):
         if child in read:
             continue
-        if read & set(child.modules()):  # contains a module of `read`: keep it, and look inside
+        if read & set(child.modules()):
+            # The child contains a module of `read`: keep it, and look at its own children.
             yield from _take_out(child, f"{prefix}{local}.", read)
         elif any(True for _ in child.parameters()):
             setattr(module, local, None)

@@ -68,7 +68,8 @@ def check_overrides(folder: str | Path, overrides: Mapping[str, Any]) -> None:
     before = _shapes(folder_config(folder))
     if _shapes(overridden_config(folder, overrides)) == before:
         return
-    for key, value in overrides.items():  # try each key alone, to name the cause
+    # Try each key alone, so that the error names the key at fault.
+    for key, value in overrides.items():
         after = _shapes(overridden_config(folder, {key: value}))
         for name in {**before, **after}:
             there, here = before.get(name, "absent"), after.get(name, "absent")
@@ -218,7 +219,8 @@ def _with_rope(text: Any, overrides: Mapping[str, Any]) -> dict[str, Any] | None
     if not isinstance(value, dict):
         raise OverrideError(f"{path}={json.dumps(value)} must be a mapping, as {{rope_theta: 1e6}}")
     found: dict[str, Any] = copy.deepcopy(getattr(text, _ROPE, None) or {})
-    if not (found or value):  # a model without rotary positions
+    if not (found or value):
+        # The model has no rotary positions.
         return None
     kinds = [name for name, of_one in found.items() if isinstance(of_one, dict)]
     if not kinds:

@@ -77,7 +77,8 @@ def tiny_model(config: Any, layers: int = 2) -> nn.Module:
             module.p = 0.0
     with torch.no_grad():
         for parameter in model.parameters():
-            if parameter.dim() < 2:  # the weights of norms are all ones: make them uneven
+            if parameter.dim() < 2:
+                # The weights of norms are all ones: make them uneven.
                 parameter += 0.1 * torch.randn_like(parameter)
             else:
                 parameter *= 3

@@ -188,7 +188,8 @@ class _Route:
     """The transfers in flight, in the order in which they are waited for."""
 
     def launch(self, rows: Iterable[Tensor], what: str, *, back: bool = False) -> list[Tensor]:
-        """Launch the transfer of `rows` to their experts, or `back`; return the buffers it fills.
+        """Launch the transfer of `rows` to experts, or `back` to tokens; return the buffers it
+        fills.
 
         Each tensor is [R, ..] -> [M, ..], or [M, ..] -> [R, ..] back. `what`: the name of the
         transfer in the log. Wait for the buffers with `wait`.
@@ -302,8 +303,8 @@ class ExpertExchange:
         except BaseException:
             # A recompute ends with an exception, as soon as it has restored its last tensor. The
             # results of earlier parts are in flight then, and only this code can wait for them and
-            # free their buffers. Not after an error of the model's code: other ranks may have
-            # launched nothing, and waiting would hang.
+            # free their buffers. After an error of the model's code, do not wait: other ranks
+            # may have launched nothing, so waiting would hang.
             if self.ranks.log.phase is Phase.RECOMPUTE:
                 for part in sent.parts:
                     part.route.wait()
@@ -371,7 +372,8 @@ class ExpertExchange:
         me, k = self.ranks.rank, numbers.shape[1]
         # Sort the pairs of token and expert by expert, and those of one expert by token.
         entry = numbers.flatten().argsort(stable=True)
-        token = entry // k  # an entry of `numbers` belongs to token entry // k
+        # Index i of the flattened `numbers` belongs to token i // k.
+        token = entry // k
         received = [of_rank[me] for of_rank in rows]
         # Received rows are sorted by rank, and those of a rank by expert.
         local = torch.arange(own.shape[1], device=own.device).repeat(len(own))

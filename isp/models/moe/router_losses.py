@@ -105,7 +105,8 @@ class _Routing:
         # d / d logits = p (g - sum(p g)).
         of_p = self.counts * (coefficients.aux * len(self.counts) / self.num_rows)
         of_logits = softmax * (of_p - (softmax * of_p).sum(-1, keepdim=True))
-        if coefficients.z:  # z is the mean of lse^2, and d lse / d logits is the softmax
+        if coefficients.z:
+            # z is the mean of lse^2 with lse = logsumexp(logits), whose gradient is the softmax.
             lse = logits.logsumexp(-1, keepdim=True)
             of_logits += softmax * (lse * 2 * coefficients.z / self.num_rows)
         return of_logits * seen * (self.scale * self.weight)

@@ -169,7 +169,8 @@ class ShardedExperts(ABC):
         """
         if not needs:
             return None
-        if dw is None:  # no token used the stack, but all ranks must take part in the reduction
+        if dw is None:
+            # No token used the stack, but all ranks must take part in the reduction.
             dw = weight.weight.new_zeros(weight.layouts[weight.weight_name].global_shape)
         returned = needs is NeedsGrad.VALUE
         return self.communicator.grad_hook(dw, module=weight, returned=returned)
@@ -203,7 +204,8 @@ class _BackwardReads:
 
     def begin(self) -> None:
         """Gather the stacks for a backward."""
-        self.end()  # in case an earlier backward of the same graph failed
+        # Free the stacks that an earlier backward of the same graph left if it failed.
+        self.end()
         self._whole = self._use.enter_context(self.experts.whole(Phase.BACKWARD))
 
     def end(self) -> None:

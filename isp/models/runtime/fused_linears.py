@@ -78,8 +78,9 @@ def groups_of(model: nn.Module, trace: ModelTrace) -> tuple[tuple[str, ...], ...
         if not cut or calls[call.module] > 1 or any(uses[p] > 1 for p in own.values()):
             return number
         form = tuple((local, p.dtype, p.requires_grad) for local, p in own.items())
-        # `given` numbers the input tensor: another number if it was written into in between. Unused
-        # linears (of indexers) get no gradient, so they are fused only with each other.
+        # `call.given` is a number for the input tensor, which changes if the tensor is written into
+        # between two calls. Unused linears (of indexers) get no gradient, so they are fused only
+        # with each other.
         return call.block, call.given, form, names.isdisjoint(trace.unused)
 
     runs = (list(run) for _, run in groupby(enumerate(trace.calls), key=kind))
@@ -195,7 +196,8 @@ class _Fused(Function):
     ) -> tuple[Tensor, ...]:
         with layer.communicator.unshard(layer, Phase.FORWARD, weight, bias) as full:
             ys = _products(x, full, layer.sizes)
-        # None: the gradient of a tensor that is no parameter, which only autograd can deliver.
+        # `ctx.parameter` is None if the weight is a tensor but no parameter: only autograd can
+        # deliver the gradient of such a tensor.
         ctx.layer, ctx.parameter = layer, weight if isinstance(weight, nn.Parameter) else None
         need_x, need_w, _, _ = ctx.needs_input_grad
         # The shard is saved, not the whole weight: backward gathers again.
@@ -214,7 +216,8 @@ class _Fused(Function):
         dys = tuple([dy.flatten(0, -2) for dy in given])  # [N, Oi]
         dx = dw = db = None
         with use as full:
-            if needs_w:  # first, so that its reduce-scatter overlaps with the product for dx
+            if needs_w:
+                # Compute dW first, so that its reduce-scatter overlaps with the product for dx.
                 flat_x = in_dtype(x.flatten(0, -2), dys[0].dtype)
                 dw = communicator.add_product(
                     dys,

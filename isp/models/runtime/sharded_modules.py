@@ -244,7 +244,8 @@ def shard_parameters(
         shard = nn.Parameter(part, requires_grad=parameter.requires_grad)
         for module, local in uses.pop(id(parameter)):
             setattr(module, local, shard)
-        del parameter  # the last reference: whole weights are freed one by one
+        # This is the last reference to the whole parameter, so whole weights are freed one by one.
+        del parameter
         yield ShardedParameter(name, shard, layout, whole)
     for prefix, module in model.named_modules():
         for local, buffer in module.named_buffers(recurse=False):

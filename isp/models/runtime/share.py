@@ -138,7 +138,7 @@ class _Given(NamedTuple):
 
 
 class _Shares:
-    """Replaces column and row linears, to run a model with all features and then with one rank's.
+    """Replaces column and row linears, to run a model with all features and then with a share.
 
     The first forward is the whole run; `begin` starts the run of a rank.
     """
@@ -209,7 +209,7 @@ class _Shares:
         if self._rank is not None:
             y = _share(y, self._rank, self._size)
         self._leaves.append(y.detach().requires_grad_())
-        # A copy, because the model may write into it.
+        # Return a copy, because the model may write into it.
         return self._leaves[-1].clone(memory_format=torch.contiguous_format)
 
     def _row(self, name: str, forward: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
@@ -230,7 +230,8 @@ class _Shares:
                 said = self._message("", name, whole.x.shape[-1], " in its backward pass")
                 self.of_gradients = self.of_gradients or said
         self._other = ""
-        return whole.y.clone()  # a copy, because the model may write into it
+        # Return a copy, because the model may write into it.
+        return whole.y.clone()
 
     def _gradients(self, x: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradients of a fixed weighted sum of x with respect to earlier columns'
@@ -259,9 +260,10 @@ class _Shares:
         return any(a is not None and b is not None and self.differ(a, b, 1e-3) for a, b in pairs)
 
     def _compare_output(self, name: str, _: nn.Module, __: Any, output: Any) -> None:
-        """Compare the output of a module between a column and a row with that in the whole run.
+        """Compare the output of a module between column and row with its output in the whole run.
 
-        A forward hook. Records the first module that differs, to name it if the row's input does.
+        A forward hook. Records the first module whose outputs differ, so that the error for a wrong
+        input of the row linear can name it.
         """
         key = self._key(name)
         if not isinstance(output, Tensor):

@@ -264,7 +264,8 @@ class StageModule:
         with self.position.passing(forward_pass):
             try:
                 return self._interface.forward(self.model, x, positions)
-            except ForwardEnd as end:  # raised at the head, or after a stage's last block
+            except ForwardEnd as end:
+                # `ForwardEnd` was raised at the head, or after a stage's last block.
                 forward_pass.end()
                 return end.hidden
 

@@ -68,7 +68,7 @@ class WeightHolders:
         self.position, self._blocks, self._forwards = position, blocks, forwards
         self._plan, self._tile_tokens = plan, tile_tokens
         self._tiled = trace.by_token if tile_tokens else {}
-        """By module that runs in tiles, the form of its output."""
+        """By module that runs in tiles, the structure of its output."""
         self._called_in_blocks = frozenset(c.module for c in trace.calls if c.block is not None)
         self._called_outside = frozenset(trace.called_at)
         self.entrances: dict[str, Entrance] = {}
@@ -384,7 +384,8 @@ class WeightHolders:
 
 def _zeros(width: int, dtype: torch.dtype, x: Tensor) -> Tensor:
     """Return zeros in the output shape of a linear or table with `width` features, for input x."""
-    if x.is_floating_point():  # a linear; x of a table is token ids
+    if x.is_floating_point():
+        # The module is a linear: x of a table would be token ids.
         return x.new_zeros(*x.shape[:-1], width)
     return torch.zeros(*x.shape, width, dtype=dtype, device=x.device)
 
@@ -392,8 +393,8 @@ def _zeros(width: int, dtype: torch.dtype, x: Tensor) -> Tensor:
 def _passes(weight: WeightHolder, call: Call) -> int:
     """Return the elements that one token writes and reads at a use of `weight`, for `Use.passes`.
 
-    Counted are, once written and once read: the input of a linear; the row that is looked up in a
-    table; the input of each expert that a token is routed to.
+    Each of these elements counts twice, as it is written and read: the input of a linear; the row
+    that is looked up in a table; the input of each expert that a token is routed to.
     """
     if isinstance(weight, ExpertWeight):
         # Models store the two dims of an expert in either order: count the smaller one.
@@ -420,7 +421,8 @@ def _launch_points(calls: Sequence[Call], reached: Sequence[int]) -> dict[int, L
     two calls that mix none. `reached`: the indices of calls that are uses, in order.
     """
     mixing = [index for index in reached if calls[index].kind.mixes]
-    if not mixing:  # outside of the blocks, or a block that mixes no tokens
+    if not mixing:
+        # The calls are outside of the blocks, or in a block that mixes no tokens.
         return {}
     points = {mixing[0]: LaunchPoint.ATTN}
     if mixing[0] > 0:

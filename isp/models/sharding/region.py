@@ -128,7 +128,8 @@ class _Enter(Function):
     def forward(ctx: Any, x: Tensor, entrance: Entrance) -> Tensor:
         ctx.entrance, ctx.again = entrance, None
         ctx.save_for_backward(x if entrance.regathers else None)
-        if not entrance.gathers:  # mtp: nothing to send, but backward needs this node
+        if not entrance.gathers:
+            # In mtp nothing is sent, but backward needs this node.
             return x.view_as(x)
         tag = Tag(Purpose.ACTIVATION, entrance.name, "x")
         full: Tensor = entrance.tensor.all_gather(x, dim=-2, tag=tag).wait()
@@ -138,7 +139,8 @@ class _Enter(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dx: Tensor) -> tuple[Tensor, None]:
-        ctx.again = None  # free what fsp gathered again: all columns have read it by now
+        # Free the input that fsp gathered again, because all columns have read it by now.
+        ctx.again = None
         entrance: Entrance = ctx.entrance
         tag = Tag(Purpose.INPUT_GRADIENT, entrance.name, "dx")
         # dx is this rank's part of a sum: its columns have only a part of the output features.

@@ -247,7 +247,7 @@ def _regions(
         if cut.role is Role.COLUMN:
             columns[call.module] = place
             continue
-        # A row: it ends the region of all columns before it.
+        # This linear is a row: it ends the region of all columns before it.
         inside = calls[min(columns.values(), default=place) : place]
         # What is left at the end is attention outside of regions, where a rank has all heads.
         attentions -= sum(call.kind is Kind.ATTENTION for call in inside)

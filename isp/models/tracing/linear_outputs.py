@@ -47,7 +47,7 @@ class LinearOutputs(TorchFunctionMode):
         """True if any operation read a tensor of `_made`."""
         self._odd_blocks: set[str] = set()
         """The blocks that a forward cannot leave out by returning their first argument, because
-        their output has another form."""
+        their output has another shape."""
 
     def linear_returned(self, name: str, output: Tensor) -> None:
         """Record that the linear `name` has returned `output`."""

@@ -208,7 +208,8 @@ def _numbers(value: Any) -> Any:
 
 
 class _Calls(TorchFunctionMode):
-    """A mode that records the calls of a forward on the meta device; implements `Mixers`, too."""
+    """A mode that records the calls of a forward on the meta device; it also implements
+    `Mixers`."""
 
     def __init__(self, watched: int | None = None) -> None:
         """`watched`: the index of the call whose place in the model's code is recorded.
@@ -259,7 +260,8 @@ class _Calls(TorchFunctionMode):
         out = func(*args, **kwargs) if kwargs else func(*args)
         if isinstance(out, Tensor):
             self._note(name_of(func), (args, kwargs), (tuple(out.shape),))
-        elif out is None:  # a function that writes into a tensor
+        elif out is None:
+            # A function that returns None has written into one of its tensors.
             self._note(name_of(func), (args, kwargs), ())
         elif isinstance(out, tuple | list) and out and isinstance(out[0], Tensor):
             shapes = (tuple(x.shape) for x in out if isinstance(x, Tensor))

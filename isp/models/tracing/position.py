@@ -222,8 +222,8 @@ class Position:
     def passing(self, forward_pass: ForwardPass) -> Iterator[None]:
         """Make `forward_pass` the current pass in this context, nested in the one before.
 
-        Raises RuntimeError at the end if calls of the trace are missing. Not if the context ends
-        with an exception: a recompute ends with one as soon as it has restored what it is for.
+        Raises RuntimeError at the end if calls of the trace are missing, unless the context ends
+        with an exception: a recompute ends with one as soon as it has restored what backward needs.
         """
         assert self.mixers is not None
         before, self.now = self.now, forward_pass
@@ -246,7 +246,8 @@ class Position:
             # Advance the prefetch plan, which may launch the all-gathers of the next block here.
             self._communicator.pass_by(key)
             if self._mixing_hooks:
-                for hook in [*self._mixing_hooks.get(key, {}).values()]:  # a hook may remove itself
+                # Go through a copy of the hooks, because a hook may remove itself.
+                for hook in [*self._mixing_hooks.get(key, {}).values()]:
                     hook(x)
         return now, call
 

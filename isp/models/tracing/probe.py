@@ -518,7 +518,9 @@ class _Probe(NamedTuple):
         return _Found(tokens.rows, logits.detach()[0].to(torch.float64), gradients, is_random)
 
     def run_mixed(self, number: int, num_tokens: int) -> tuple[_Tokens, Tensor, _Found]:
-        """Return random tokens, an order of them, and the results in that order with one changed.
+        """Run random tokens in a random order, with one of them changed.
+
+        Returns the tokens, the order, and the results of the run.
 
         `number`: how many tokens; `num_tokens`: the number of token ids. Sets evaluation mode if
         the model draws random numbers. Raises ArithmeticError if logits are NaN.
@@ -600,7 +602,8 @@ class _Probe(NamedTuple):
 
         def note(name: str, entered: bool, tensors: Any) -> Any:
             """Record an event with `tensors`; return these, as views with hooks for backward."""
-            event = _Event(entered != backward, name, [])  # backward enters where forward leaves
+            # In backward, gradients enter a module where forward leaves it.
+            event = _Event(entered != backward, name, [])
             events.append(event)
             if not backward:
                 per_token = (_per_token(x, size) for x in tree_leaves(tensors))
@@ -637,7 +640,8 @@ class _Probe(NamedTuple):
                 stack.callback(pre.remove)
                 stack.callback(module.register_forward_hook(partial(ends, name)).remove)
             self.run(tokens)
-        return events[::-1] if backward else events  # backward runs in the opposite order
+        # Backward runs through the modules in the opposite order.
+        return events[::-1] if backward else events
 
 
 def _differ(expected: _Found, found: _Found) -> bool:

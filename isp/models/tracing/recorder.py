@@ -80,11 +80,12 @@ class CallRecorder:
         self.mixing: set[nn.Module] = set()
         """The modules during whose forward a mixer was called."""
         self.by_token: dict[str, list[TokenOutput]] = {}
-        """By module that is called with one tensor [B, S, D], the form of the output of each call
-        whose output has a row for each token."""
+        """By module that is called with one tensor [B, S, D], the structure of the output of each
+        call whose output has values for each token."""
         self.linear_outputs = LinearOutputs()
         self.outputs: dict[str, BlockOutput] = {}
-        """By block, the form of its output, if that contains a hidden state."""
+        """By block, the structure of its output; blocks that return no hidden state are left
+        out."""
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Tensor:
         """Record a call of attention; return zeros in the result's shape [B, S, H, d].
@@ -269,7 +270,8 @@ def _read(*tensors: Tensor | None) -> None:
     """
     for tensor in tensors:
         if tensor is not None:
-            tensor.sum()  # any operation will do
+            # `Reads` records any operation on the tensor, so a sum will do.
+            tensor.sum()
 
 
 def _route(given: tuple[Any, ...]) -> int | None:

@@ -131,7 +131,7 @@ class ModelTrace(NamedTuple):
     @property
     def called_at(self) -> dict[str, set[str]]:
         """The places where linears and tables are called outside of the blocks, by name."""
-        # From the end, so that `place` is the block after each call.
+        # Go through the calls from the end, so that `place` is the block after each call.
         found, place = dict[str, set[str]](), AFTER_BLOCKS
         for call in reversed(self.calls):
             if call.block is None:
@@ -224,7 +224,8 @@ def trace_model(
     try:
         with recorder.listening(reads), mix_by(recorder), torch.no_grad():
             logits = forward(model, ids, positions)
-    except ValueError:  # raised by isp's own code, which names the place
+    except ValueError:
+        # isp's own code raised this, and the message names the place.
         raise
     except Exception as error:  # the model's own code may raise anything
         # Modules whose forward did not return are still in the list.

@@ -175,10 +175,12 @@ def experts_cut(model: nn.Module, calls: Iterable[Call], reads: Iterable[str]) -
     others |= {name.rpartition(".")[0] for name in reads}
     cut = {call.module for call in experts} - others
     own = {name: {id(p) for p in m.parameters(recurse=False)} for name, m in model.named_modules()}
-    # A module that shares a parameter with a whole one must be whole, too, and so on.
+    # A module that shares a parameter with a module that stays whole must also stay whole: repeat
+    # this until no further module is found.
     while True:
         whole = (parameters for name, parameters in own.items() if name not in cut)
-        held = set[int]().union(*whole)  # parameters of modules that stay whole
+        # `held`: the parameters of modules that stay whole.
+        held = set[int]().union(*whole)
         left = {name for name in cut if not own[name] & held}
         if left == cut:
             return cut

@@ -126,7 +126,8 @@ def _with_alibi(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, scale: float) -> 
     # Attention multiplies the whole product by the scale: divide the bias by it.
     wide = bias.to(torch.promote_types(k.dtype, torch.float32)) / scale
     high = wide.to(k.dtype)
-    low = (wide - high).to(k.dtype)  # the rounding error of `high`
+    # `low` is the rounding error of `high`.
+    low = (wide - high).to(k.dtype)
     zeros = k.new_zeros(*bias.shape, ALIBI_FEATURES - 2)
     ones = q.new_ones(*bias.shape, ALIBI_FEATURES)
     k = torch.cat([k, high.unsqueeze(-1), low.unsqueeze(-1), zeros], -1)

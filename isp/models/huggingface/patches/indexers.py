@@ -52,7 +52,8 @@ class _Keys:
     def update_indexer(self, keys: Tensor, _: int) -> Tensor:
         """Record keys [B, R, D] and return [B, C, D]; DeepSeek's indexers call this."""
         self.keys = keys
-        # In the first run any single key will do, because its choices are not used.
+        # The first run only records keys and results of linears. Its choices are not used, so any
+        # single key will do.
         return keys[:, :1] if self._given is None else self._given
 
     def update_index(self, keys: Tensor) -> Tensor:

@@ -73,7 +73,8 @@ def _recurrent_gemma(
     )
     dt = 8.0 * gate * F.softplus(unit.recurrent_param)
     kept = SqrtBoundDerivative.apply(1 - torch.exp(-2 * dt))
-    kept = kept.where(position_ids.unsqueeze(-1) != 0, 1)  # a document's first token is not scaled
+    # The RG-LRU does not scale the first token of a document.
+    kept = kept.where(position_ids.unsqueeze(-1) != 0, 1)
     dt = dt.float().clamp(min=_LEAST_TIME)
     # The scan multiplies its input by dt, but the RG-LRU does not: divide the input by dt.
     written = (x * input_gate * kept.to(x.dtype)).float() / dt
