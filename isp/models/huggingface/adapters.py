@@ -113,7 +113,8 @@ def _check_same_adapter(
     if odd:
         raise ValueError(
             f"{where} belongs to another model: {odd[0]} is {there.get(odd[0], 'missing')} there"
-            f" and {own.get(odd[0], 'missing')} here"
+            f" and {own.get(odd[0], 'missing')} in the adapter of this configuration: set model.hf"
+            f" and model.adapter to those that it was trained with"
         )
 
 
