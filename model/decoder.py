@@ -85,7 +85,7 @@ class Router(nn.Module):
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Route tokens: x [N, D] -> logits [N, E], weights [N, k], numbers of experts [N, k]."""
         logits = F.linear(x, self.weight)
-        # In float32 at least, as in transformers.
+        # Compute the softmax in float32 at least, as transformers does.
         wide = torch.promote_types(x.dtype, torch.float32)
         weights, numbers = logits.softmax(-1, dtype=wide).topk(self.top_k, dim=-1)
         if self.normed:
@@ -96,8 +96,8 @@ class Router(nn.Module):
 class Experts(nn.Module):
     """SwiGLU experts with stacked weights, with the signature of transformers' experts."""
 
-    # These attributes declare the layout as transformers does: gate and up are the two halves of
-    # one weight [E, 2 F, D].
+    # These attributes declare as in transformers how the stacks are arranged: gate and up are the
+    # two halves of one weight [E, 2 F, D].
     has_gate, is_concatenated, is_transposed = True, True, False
 
     def __init__(self, config: ModelConfig) -> None:

@@ -16,7 +16,7 @@ from model.config import ModelConfig
 __all__ = ["CONFIG_FILE", "MIXTRAL", "config_json"]
 
 CONFIG_FILE = "config.json"
-# Model types of transformers.
+# These are model types of transformers.
 _LLAMA, _MISTRAL, _QWEN2, _QWEN3 = "llama", "mistral", "qwen2", "qwen3"
 MIXTRAL, _QWEN2_MOE, _QWEN3_MOE = "mixtral", "qwen2_moe", "qwen3_moe"
 _ARCHITECTURES = {

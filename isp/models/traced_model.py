@@ -254,7 +254,7 @@ class TracedModel:
         that the number measures the work that is required and not the work that is done.
         """
         lengths = list(document_lengths)
-        # 2 FLOPs per multiply-add, three times: forward, dgrad and wgrad.
+        # A multiply-add counts 2 FLOPs, three times: in forward, dgrad and wgrad.
         total = 6 * self.trace.multiplied * sum(lengths)
         for sizes in self.trace.attentions:
             size = sizes.head_size + sizes.value_size

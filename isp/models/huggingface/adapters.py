@@ -63,8 +63,10 @@ def _with_adapters(model: Any, adapter: AdapterConfig) -> Any:
     limits = limited(pattern, seconds=_MOST_SECONDS, most_bytes=_MOST_BYTES)
     try:
         with limits, warnings.catch_warnings():
-            warnings.simplefilter("ignore", FutureWarning)  # PEFT uses deprecated transformers API
-            # Adapters of another dtype than the base model's would be converted at every call.
+            # Hide these warnings, because PEFT uses functions of transformers that are deprecated.
+            warnings.simplefilter("ignore", FutureWarning)
+            # Keep adapters in the base model's dtype: otherwise they would be converted at every
+            # call.
             return get_peft_model(model, keys, autocast_adapter_dtype=False)
     except ValueError as error:
         # `limits` raised this error, and its message already says what to do: pass it on.

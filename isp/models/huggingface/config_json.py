@@ -117,8 +117,8 @@ def check_model_config(config: Mapping[str, Any], parallel: ParallelConfig) -> N
             f"chunked_attention in config.json cannot be combined with"
             f" parallel.sequence_2D.context_size={context}: use 1"
         )
-    # These types compute angles from the largest position of a row: on a part of the sequence
-    # a rank would see another maximum, and compute other angles.
+    # These types of rotary positions compute angles from the largest position of a row. On a part
+    # of the sequence a rank would see another maximum, and compute other angles.
     size = parallel.tensor.size
     for name, kind, by_layer in _rope_kinds(config):
         if (kind == "dynamic" or (kind == "longrope" and by_layer)) and size > 1:

@@ -122,7 +122,7 @@ class _Recorder(TorchDispatchMode):
                 # An operator with a second tensor cannot be repeated on a tile of this parameter.
                 if len(tensors) > 1 or not self._note(name, func, args, kwargs):
                     self.found[name].known = False
-        # In-place operators on meta tensors do nothing, slowly: skip them.
+        # In-place operators on meta tensors do nothing but take time: skip them.
         is_noop = func in _IN_PLACE and args[0].is_meta
         return args[0] if is_noop else func(*args, **kwargs)
 

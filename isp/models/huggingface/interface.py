@@ -242,7 +242,8 @@ class HuggingFace(ModelInterface):
         return RouterCoefficients(float(getattr(config, "router_aux_loss_coef", 0.0)))
 
     def first_position(self, model: Any) -> int:
-        for module in model.modules():  # RoBERTa and models like it count from padding_idx + 1
+        # RoBERTa and models like it count positions from padding_idx + 1.
+        for module in model.modules():
             if hasattr(module, _COUNTS) and hasattr(module, "position_embeddings"):
                 return int(module.padding_idx) + 1
         return 0
@@ -393,5 +394,6 @@ def _window(module: Any) -> int | None:
 def _is_of(module: Any, kind: str) -> bool:
     """Return whether the configuration's `layer_types` has `kind` for the module's layer."""
     kinds = getattr(module.config, "layer_types", None) or ()
-    index = getattr(module, "layer_idx", None)  # None: attention outside of the layers
+    # `index` is None for attention outside of the model's list of layers.
+    index = getattr(module, "layer_idx", None)
     return index is not None and list(kinds[index : index + 1]) == [kind]

@@ -60,7 +60,8 @@ class ConvertedFiles(DequantizedFiles):
         source = self._sources[name]
         if source.converter is None:
             return super().read(source.names[0], layout)
-        # A stack that is cut between experts: read only the tensors of this rank's experts.
+        # The parameter is a stack that is cut between experts: read only the tensors of this rank's
+        # experts.
         if layout is not None and _has_tensor_of_each_row(source, layout):
             found = [
                 self._made(name, super(ConvertedFiles, self).read, slice(start, stop))
@@ -158,6 +159,7 @@ def _sources(model: Any, names: Iterable[str]) -> dict[str, _Source]:
         first, *others = converter.target_patterns
         # A converter may make several parameters from the same tensors: they share the source.
         sources.update((target.replace(first, other), source) for other in others)
-    # As `from_pretrained` does, so that `save_pretrained` writes the names of the files again.
+    # Set this as `from_pretrained` does, so that `save_pretrained` writes the names of the files
+    # again.
     model._weight_conversions = [transform for transform in mapping if transform.was_used()]
     return sources

@@ -296,7 +296,7 @@ def _keep_one_of_each_kind(tiny: Any, config: Any, least: int) -> None:
     own = [_of_layer(config, index) for index in range(number)]
     dense = [_is_dense(config, index) for index in range(number)]
     sharing = _value(config, "num_kv_shared_layers") or 0
-    # By layer, the layer whose keys it uses.
+    # `sources`: by layer, the number of the layer whose keys it uses.
     sources = _value(config, "kv_source_layers") or range(number)
 
     def kind_of(layer: int) -> str:
@@ -380,8 +380,8 @@ class _Float64(TorchFunctionMode):
         if func is Tensor.float:
             func = Tensor.double
         wide = {name: _wide(value) for name, value in (kwargs or {}).items()}
-        # XGLM fills with the smallest number of its dtype: in float64 too large for torch's
-        # default dtype, float32.
+        # XGLM fills a tensor with the smallest number of its dtype. In float64 that number is too
+        # large for torch's default dtype, float32.
         if func is torch.full and type(args[1]) is float:
             wide.setdefault("dtype", torch.float64)
         # torch's kernel does not take float64; its function for meta tensors does.
@@ -412,8 +412,8 @@ def kept_in_float64(model: nn.Module) -> nn.Module:
     Norms, angles and softmax do so. With those casts, gradients of two layouts would differ by
     1e-7, and comparisons could not be stricter.
     """
-    # A recompute calls blocks and parts of blocks alone, without the model's forward around them:
-    # so each of these enters the mode, too.
+    # A recompute calls blocks and parts of blocks without the model's forward around them, so each
+    # of these must also enter the mode.
     lists = [m for m in model.modules() if isinstance(m, nn.ModuleList)]
     entries = [entry for entries in lists for entry in entries]
     tiled = [child for entry in entries for child in entry.children() if any(child.children())]
@@ -425,7 +425,8 @@ def kept_in_float64(model: nn.Module) -> nn.Module:
 def _widened(kind: type[nn.Module]) -> type[nn.Module]:
     """Return a subclass of `kind` whose forward runs in the mode `_Float64`."""
 
-    @wraps(kind.forward)  # `generate` of transformers reads its signature
+    # `wraps` keeps the signature, which `generate` of transformers reads.
+    @wraps(kind.forward)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return _in_float64(partial(kind.forward, self), *args, **kwargs)
 

@@ -51,7 +51,8 @@ class ComputedAhead:
         x, call = tokens if self._dims == 2 else tokens.unsqueeze(0), list[_Reached]()
         if self._is_hooked:
             x = _Hooked.apply(x, call)
-        # Stored in the pass: a recompute is another pass, and computes another result.
+        # Store the result in the pass, because a recompute is another pass and computes another
+        # result.
         self._position.current(self._name).ahead[self._name] = tokens, self._forward(x), call
 
     def _called(self, x: Tensor) -> Tensor:

@@ -352,8 +352,9 @@ class ExpertExchange:
         every = counts.new_empty(size, *counts.shape)  # [ranks, parts, E]
         tag = self._tag._replace(tensor="counts")
         self.ranks.all_gather_into(every, counts.unsqueeze(0), tag=tag).wait()
-        # Rows that each rank sends to each: experts of a rank are consecutive, so they are the
-        # differences of running sums over experts at the bounds between ranks.
+        # `sums` becomes the number of rows that each rank sends to each other rank. Experts of a
+        # rank are consecutive, so it is the difference of running sums over experts at the bounds
+        # of the rank.
         sums = every.cumsum(-1)
         sums = torch.cat([sums.new_zeros(*sums.shape[:-1], 1), sums], -1)[..., self.bounds].diff()
         # Here, and only here, the CPU waits for the device.

@@ -120,7 +120,8 @@ class ExpertLoad:
         self._model, self._rate, self._experts = model, rate, dict(experts)
         self._biases, most = _biases_of(model, experts), max(experts.values())
         self._sizes = torch.tensor([[size] for size in experts.values()]).to(device)
-        # Modules may have different numbers of experts: True for the columns that a module has.
+        # Modules may have different numbers of experts. `_exists` is True for the columns that a
+        # module has.
         self._exists = torch.arange(most, device=device) < self._sizes
         self.counts = torch.zeros(len(experts), most + 1, dtype=torch.int64, device=device)
         """Tokens since `clear`, [L, E + 1]; the last column has the tokens that do not count."""
@@ -175,7 +176,7 @@ class ExpertLoad:
         """
         if not self._rate:
             return
-        # The sign of mean - count, from both times the number of experts, which are integers.
+        # Compute the sign of mean - count from integers: both times the number of experts.
         moves = (counts.sum(1, keepdim=True) - counts * self._sizes).sign()
         for move, (name, size) in zip(moves, self._experts.items(), strict=True):
             if name in self._biases:

@@ -101,8 +101,8 @@ class _Routing:
         """
         seen = self.tokens(len(logits)).unsqueeze(-1)
         softmax = logits.softmax(-1)
-        # d aux / d p = E f / tokens, with f in `counts`; then through the softmax p of the logits:
-        # d / d logits = p (g - sum(p g)).
+        # `of_p` is d aux / d p = E f / tokens, with f in `counts`. Then through the softmax p of
+        # the logits: d / d logits = p (g - sum(p g)) for a gradient g of p.
         of_p = self.counts * (coefficients.aux * len(self.counts) / self.num_rows)
         of_logits = softmax * (of_p - (softmax * of_p).sum(-1, keepdim=True))
         if coefficients.z:
@@ -178,7 +178,7 @@ class RouterLosses:
         routing = self._routing
         assert routing is not None
         routing.is_over = True
-        # One transfer for all sums: [E] choices, [E] probabilities, z, number of tokens.
+        # All-reduce all sums in one transfer: [E] choices, [E] probabilities, z, number of tokens.
         rest = torch.stack((routing.z, routing.num_rows)).to(routing.counts.dtype)
         totals = torch.cat((routing.counts, routing.probabilities, rest))
         if not routing.whole:
@@ -260,7 +260,7 @@ def check_router_losses(
     num_stages: int,
     tiles: int,
 ) -> None:
-    """Raise ValueError if model or layout cannot have the losses or the bias updates asked for.
+    """Raise ValueError if the model cannot have these losses or bias updates, or not as split.
 
     `experts`: the result of `isp.models.moe.load_balance.experts_of`; `num_stages`: the number of
     pipeline stages; `tiles`: tokens of a tile, 0 without tiles.

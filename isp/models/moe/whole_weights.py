@@ -282,7 +282,7 @@ class _Enter(Function):
     def forward(ctx: Any, *given: Any) -> tuple[Tensor, ...]:
         *inputs, whole, reads = given
         ctx.reads = reads
-        # Otherwise autograd would allocate zeros as the gradient of a stack that is not used.
+        # Without this, autograd would allocate zeros as the gradient of a stack that is not used.
         ctx.set_materialize_grads(False)
         num_x = len(inputs) - len(whole)
         # The outputs of the node must be new tensors, because the pool keeps those in `whole`.
@@ -290,7 +290,8 @@ class _Enter(Function):
         needed = ctx.needs_input_grad[num_x : len(inputs)]
         frozen = [w for w, needs in zip(stacks, needed, strict=True) if not needs]
         ctx.mark_non_differentiable(*frozen)
-        # On the weights' device, because autograd runs the nodes of each device in its own thread.
+        # Make the tie on the weights' device, because autograd runs the nodes of each device in its
+        # own thread.
         tie = whole[0].new_empty(0)
         return tie, *(x.detach() for x in inputs[:num_x]), *stacks
 
@@ -325,14 +326,14 @@ class _Leave(Function):
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         reads: _BackwardReads = ctx.reads
-        # First: in a recomputed block, reading the tie starts the recompute, which runs up to here
+        # Read the tie first: in a recomputed block this starts the recompute, which runs up to here
         # with all its gathers and exchanges.
         (tie,) = ctx.saved_tensors
         reads.begin()
         _, reaches_enter = needs_grad(ctx, 2)
         if not reaches_enter:
-            # `_Enter` does not run, so it cannot free the stacks: `torch.autograd.grad` asks only
-            # for a tensor inside, or only biases are trained and x has no gradient. Free the stacks
+            # In two cases `_Enter` does not run in backward: `torch.autograd.grad` asks only for a
+            # tensor inside, or only biases are trained and x has no gradient. Then free the stacks
             # at the end of the backward pass.
             call_after_backward(reads.end)
         return dy, tie.detach(), None

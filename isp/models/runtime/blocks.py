@@ -139,7 +139,8 @@ class Blocks:
             out = self._between(run, *args) if self.between_linears else run(*args)
         if block == instead.last_block:
             assert form is not None
-            # Nothing after this block runs on this stage: its output goes to the next one.
+            # End the forward here: no code after this block runs on this stage, and its output goes
+            # to the next stage.
             raise ForwardEnd(form.hidden_of(out).to(self._layers.dtype))
         return out
 
@@ -148,8 +149,8 @@ class Blocks:
         kinds = self._of_recomputed if self.recomputed[block] else self._of_others
         if not kinds or not torch.is_grad_enabled():
             return None
-        # The key for `_known`: which results a recompute reads depends on the block's operations,
-        # and so on its mode and on which tensors have gradients.
+        # `_known` has a key for each case in which a recompute may read other results: these depend
+        # on the block's operations, and so on its mode and on which tensors have gradients.
         tensors = (*args, *module.parameters())
         trained = tuple(x.requires_grad for x in tensors if isinstance(x, Tensor))
         return KeptCalls(kinds, self._known, (block, module.training, trained))

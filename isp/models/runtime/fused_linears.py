@@ -157,7 +157,7 @@ class FusedLinears:
             own: Tensor = original(x)
             return own
         if number == 0:
-            # Reversed, so that `pop` below takes the output of the linear that is called.
+            # Reverse the outputs, so that `pop` below takes that of the linear that is called.
             self._x, self._outputs = x, list(self._multiply(x))[::-1]
         elif x is not self._x:
             raise RuntimeError(

@@ -129,7 +129,7 @@ class TracedMixers:
             flat = inputs.flat()
             placement = now.masks.placement(self._sequence, self._layers.token_ranks, x)
             way = self._sequence.scan
-            # Computed from sizes that are equal on all ranks, so that they choose the same way.
+            # Choose by sizes that are equal on all ranks, so that all ranks choose the same way.
             if way is SequenceScan.AUTO:
                 way = cheaper_way(recurrence, flat, placement)
                 if not self._reported and placement.channel.size > 1:

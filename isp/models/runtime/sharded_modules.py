@@ -83,8 +83,8 @@ class ShardedLinear(_ShardedModule):
 
     A column linear must be called with the input of its region, which `entrance` made. The output
     of a row linear is summed over ranks; its bias is added after the sum, or it would be added once
-    for each rank. A bias that is whole on each rank, because other code reads it, too, is also
-    added after the product.
+    for each rank. If other code reads the bias, it is whole on each rank, and is also added after
+    the product.
     """
 
     def __init__(
@@ -158,7 +158,7 @@ class ShardedEmbedding(_ShardedModule):
         def look_up_own(ids: Tensor) -> Tensor:
             return look_up(ids, self.weight, self)
 
-        # Any arguments: OPT's table of positions takes more than ids.
+        # The forward must take any arguments, because OPT's table of positions takes more than ids.
         def forward(*args: Any, **kwargs: Any) -> Tensor:
             instead = self._position.instead(self.name)
             is_local = self._sends_nothing and instead is None and not torch.is_grad_enabled()
@@ -211,14 +211,14 @@ def shard_parameters(
     are not used. `rows`: by name of a parameter, its rows in a fused parameter. Buffers are moved
     to the device when the iterator ends.
     """
-    # By id of a parameter, the modules that have it, each with its name there.
+    # `uses`: by id of a parameter, the modules that have it, each with the parameter's name there.
     uses: dict[int, list[tuple[nn.Module, str]]] = {}
     # By the name of a fused parameter, this rank's shard of it.
     wholes: dict[str, ShardedParameter] = {}
     for module in model.modules():
         for local, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
             uses.setdefault(id(parameter), []).append((module, local))
-    # Computed before the loop, which empties `uses` and replaces the parameters.
+    # Compute this before the loop, which empties `uses` and replaces the parameters.
     matrices = {
         name: matrices_in(model, trace, name, len(uses[id(p)]))
         for name, p in model.named_parameters()
@@ -278,7 +278,8 @@ def _layout(
             return layers.replicated_layout(shape)
         is_table = any(parameter is model.get_submodule(name).weight for name in trace.tables)
         return layers.sharded_layout(shape, dim=int(is_table and layers.embed_split_hidden))
-    # Biases of experts: each rank has all, but only its own experts give them gradients.
+    # The parameter is a bias of experts: each rank has all of it, but only the rank's own experts
+    # give it gradients.
     if layers.experts_stay and holds_experts(module):
         return layers.replicated_layout(shape, sees_part=True)
     if parameter is model.get_submodule(plan.table).weight or name in plan.vectors:
@@ -320,8 +321,8 @@ def _own_part(
     if whole is None:
         part = torch.empty(layout.local_shape, device=layers.device, dtype=dtype)
     else:
-        # start, stop: the rank's rows, counted in this parameter. first: the rank's first row,
-        # counted in the fused parameter.
+        # `start`, `stop`: the rank's rows, as indices into this parameter. `first`: the rank's
+        # first row, as an index into the fused parameter.
         ((start, stop),), ((first, _),) = layout.intervals(), whole.layout.intervals()
         begin = max(layout.rows_before + start - first, 0)
         part = whole.parameter.detach()[begin : begin + stop - start]

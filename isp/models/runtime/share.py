@@ -49,7 +49,7 @@ def run_with_a_share(
     up the two fails. Raises ValueError, or an error of the model's code, if the model does not run
     on a rank's share of the features.
     """
-    # A channel that acts as rank 0 of `size` ranks and sends nothing.
+    # `tensor` is a channel that acts as rank 0 of `size` ranks and sends nothing.
     tensor, tokens = DryChannel("tensor", size, 0), 8 * size
     layers = RankLayers(
         mode=Mode.MSP,
@@ -112,7 +112,8 @@ def check_shares(
             shares.begin(rank)
             for name, vector in vectors.items():
                 owner, _, local = name.rpartition(".")
-                # One element for each head, so a rank has the elements of its heads.
+                # The vector has one element for each head, so a rank gets the elements of its
+                # heads.
                 own = nn.Parameter(vector.chunk(size)[rank], requires_grad=False)
                 setattr(model.get_submodule(owner), local, own)
             if shares.differ(whole, forward(model, ids, positions)):
@@ -120,7 +121,8 @@ def check_shares(
                     f"code after {plan.head} computes over all {whole.shape[-1]} logits of a token,"
                     f" of which a rank has a part"
                 )
-        # Raised last, because an error in forward, which also changes gradients, says more.
+        # Raise errors of gradients last, because an error in forward, which also changes gradients,
+        # says more.
         if shares.of_gradients:
             raise ValueError(shares.of_gradients)
 
@@ -129,12 +131,12 @@ class _Given(NamedTuple):
     """The record of a row linear's call in the run with all features (the whole run)."""
 
     x: Tensor
-    """The input, [.., I]."""
+    """The input of the linear, [.., I]."""
     gradients: tuple[Tensor | None, ...]
     """The gradients of a fixed weighted sum of x with respect to the outputs of the column linears
     that were called before this row linear."""
     y: Tensor
-    """The output."""
+    """The output of the linear."""
 
 
 class _Shares:

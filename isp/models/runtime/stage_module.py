@@ -83,8 +83,8 @@ class StageModule:
         tokens."""
         self._interface, self._layers = interface, holders.layers
         self.holders, self.position, self._blocks = holders, holders.position, blocks
-        # Listed once: listing the modules in each forward takes 0.01 ms a block. Modules that are
-        # added to the model later are not in the trace, so their calls fail anyway.
+        # List the modules once: listing them in each forward takes 0.01 ms a block. Modules that
+        # are added to the model later are not in the trace, so their calls fail anyway.
         self._modules = tuple(self.model.named_modules())
         self._weights = weights
         self._outer_calls = tuple(

@@ -283,7 +283,7 @@ class _InTiles(Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         tiled: TiledModule = ctx.tiled
         need_x, *needs = needs_grad(ctx, 1 + len(tiled.parameters))
-        # First, because reading x may start the block's recompute, which gathers weights itself.
+        # Read x first, because this may start the block's recompute, which gathers weights itself.
         (x,) = ctx.node.saved_tensors
         trained = [p for p, need in zip(tiled.parameters, needs, strict=True) if need]
         sums = {parameter: _SummedGradient() for parameter in trained}

@@ -181,7 +181,7 @@ class WeightHolders:
                 # This rank has no shard of the group, because its block belongs to another stage.
                 continue
             linears = {name: self.model.get_submodule(name) for name in group}
-            # The fused shards; the parameters of the linears are views of these.
+            # `whole`: the fused shards. The parameters of the linears are views of them.
             whole = weight.whole, None if bias is None else bias.whole
             fused = FusedLinears(linears, self.layers.communicator, *whole)
             self._holders |= dict.fromkeys(group, fused)

@@ -138,7 +138,8 @@ def with_blocks(
     empty: dict[int, Any] = {id(p): p for p in shape.parameters()}
     for name, form in others.items():
         block = shape.get_submodule(name)
-        # A copy of the block, because code around it may read its class and attributes.
+        # Replace the block by a copy of it, because code around it may read its class and
+        # attributes.
         empty[id(block)] = instead = copy.copy(block)
         vars(instead).update(_modules={}, _parameters={}, _buffers={})
         set_forward(instead, _returning_input(form))
@@ -159,7 +160,8 @@ def _returning_input(form: BlockOutput | None) -> Callable[..., Any]:
     `form`: the structure of that output, such as a tuple; None: the hidden states alone.
     """
 
-    # A plain function and no method, because a deep copy of the model keeps it as it is.
+    # This is a function and no method, because a deep copy of the model keeps functions as they
+    # are.
     def forward(*args: Any, **kwargs: Any) -> Any:
         x = next(iter((*args, *kwargs.values())))
         return x if form is None else form.around(x)

@@ -66,7 +66,7 @@ class Entrance:
 
     @contextmanager
     def column(self, x: Tensor) -> Iterator[None]:
-        """Enclose the product of a column linear with x in this context.
+        """Return a context in which a column linear multiplies x, the input of the region.
 
         In fsp x is not saved for backward, which gathers it again. Raises ValueError if x is not
         the region's input.
@@ -159,7 +159,7 @@ def _regathered(x: Tensor) -> saved_tensors_hooks:
     memory = storage_key(x.untyped_storage())
 
     def pack(saved: Tensor) -> Tensor | torch.Size:
-        # By storage, because a linear saves a flattened view of x.
+        # Recognize x by its storage, because a linear saves a flattened view of x.
         again = storage_key(saved.untyped_storage()) == memory
         return saved.shape if again else saved
 

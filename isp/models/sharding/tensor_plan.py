@@ -112,7 +112,8 @@ class TensorPlan(NamedTuple):
         if cut.alone and mode.splits_sequence:
             y = partial(tensor.all_to_all, scatter=-2, gather=-1)
             return replace(moves, y=y, dy=partial(tensor.all_to_all, scatter=-1, gather=-2))
-        # A whole region: its column gathers the features, its row takes the rank's share of them.
+        # In a region with all features (`whole`), the column gathers the features, and the row
+        # takes the rank's share of them.
         own, whole = partial(_own_features, tensor), partial(tensor.all_gather, dim=-1)
         if cut.role is Role.COLUMN:
             return replace(moves, y=whole, dy=own)
@@ -235,7 +236,8 @@ def _regions(
     without a row, and for attention outside of the regions.
     """
     cuts, regions = dict[str, LinearCut](), list[Region]()
-    # By `LinearCut.whole`, the columns that no row has followed yet, with their call's index.
+    # `begun`: by `LinearCut.whole`, the columns that no row has followed yet, with their call's
+    # index.
     begun: dict[bool, dict[str, int]] = {False: {}, True: {}}
     attentions = sum(call.kind is Kind.ATTENTION for call in calls)
     for place, call in enumerate(calls):
@@ -249,7 +251,8 @@ def _regions(
             continue
         # This linear is a row: it ends the region of all columns before it.
         inside = calls[min(columns.values(), default=place) : place]
-        # What is left at the end is attention outside of regions, where a rank has all heads.
+        # `attentions` ends as the number of calls of attention outside of regions, where a rank has
+        # all heads.
         attentions -= sum(call.kind is Kind.ATTENTION for call in inside)
         regions.append(_region(block, (*columns, call.module), cut.whole, inside, trace))
         columns.clear()

@@ -117,7 +117,8 @@ class LinearOutputs(TorchFunctionMode):
         # Ignore a part of a part, and a view that only reshapes.
         if not whole or x.numel() == output.numel() or not (as_it_is or x.dim() < parent.dim()):
             return
-        # Dense: each stride is the product of the smaller dims, so the features are contiguous.
+        # `dense` is True if each stride is the product of the smaller dims, so that the features
+        # are contiguous.
         dense = all(s == math.prod(n for _, n in dims[:i]) for i, (s, _) in enumerate(dims))
         if dense and dims:
             start = int(x.storage_offset() - output.storage_offset()) % width

@@ -61,7 +61,7 @@ class Masks:
         rows, tokens = shape
         ends = self._cu_seqlens
         lengths = [tokens] * rows if ends is None else ends.diff().tolist()
-        # A token attends within its chunk: the same as if each chunk were a document.
+        # A token attends within its chunk, as it would if each chunk were a document.
         parts = [min(chunk, n - start) for n in lengths for start in range(0, n, chunk)]
         return AttentionMask.of_documents(parts, causal=causal, window=window)
 
@@ -206,7 +206,8 @@ class Position:
         For recorders, since such a call has no module to hook into. `key`: from `mixing_key`. The
         recompute of a whole block calls the hook, too; a recompute between linears does not.
         """
-        # As torch registers hooks of a module: the handle removes the hook from this dict.
+        # Register the hook as torch registers hooks of a module: the handle removes it from this
+        # dict.
         hooks = self._mixing_hooks.setdefault(key, OrderedDict())
         handle = RemovableHandle(hooks)
         hooks[handle.id] = hook
@@ -228,8 +229,9 @@ class Position:
         assert self.mixers is not None
         before, self.now = self.now, forward_pass
         try:
-            # Set again in each pass: backward runs recomputes in a thread of its own on CUDA, and
-            # threads do not share the context variables that send attention to the mixers.
+            # Set the mixers again in each pass: backward runs recomputes in a thread of its own on
+            # CUDA, and threads do not share the context variables that send attention to the
+            # mixers.
             with mix_by(self.mixers):
                 yield
             forward_pass.finish()

@@ -380,7 +380,7 @@ class _WithoutWeights(TorchFunctionMode):
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
-        # Weights without memory are recognized by their strides, which are all 0: `_one_element`.
+        # Recognize weights without memory by their strides, which are all 0 (see `_one_element`).
         self._numbers = {
             id(p): number for number, p in enumerate(model.parameters()) if not any(p.stride())
         }
@@ -498,7 +498,8 @@ class _Probe(NamedTuple):
 
     def run(self, tokens: _Tokens) -> _Found:
         """Run a forward, and the backward of a weighted sum of all logits."""
-        # `is_random` below: the generator is no longer in this state after a draw.
+        # Save the generator's state: if the model draws random numbers, the state is another one
+        # afterwards (`is_random`).
         before = torch.default_generator.manual_seed(0).get_state()
         self.calls.looked_up.clear()
         logits, size = self.forward(self.model, tokens.ids, tokens.positions), len(tokens.rows)

@@ -110,7 +110,8 @@ class CallRecorder:
         logits = options.scale, options.softcap, options.sinks is not None
         sizes = AttentionSizes(heads, k.shape[2], size, v.shape[3], *reach, *logits)
         result = q.new_zeros(*q.shape[:3], v.shape[3])
-        # Kept until the end, to see whether the model writes into it, see `calls_in_blocks`.
+        # Keep the result until the end, to see whether the model writes into it; see
+        # `calls_in_blocks`.
         self._results[len(self._calls)] = result, version_of(result)
         self._calls.append(Call(Kind.ATTENTION, self._block or "", self._block, sizes))
         return result
@@ -142,14 +143,16 @@ class CallRecorder:
     def choose(self, indexer: Indexer) -> Tensor:
         """Return indices of keys, all 0, as many as an indexer chooses in a long document."""
         self.mixing.update(self._open)
-        # A document longer than any: with the tokens of the trace it would choose fewer keys.
+        # Ask for a document longer than any, because with the few tokens of the trace the indexer
+        # would choose fewer keys.
         shape = *indexer.keys.shape[:2], indexer.num_choices, indexer.most(1 << 40)
         return indexer.keys.new_zeros(shape, dtype=torch.int32)
 
     @contextmanager
     def listening(self, reads: Reads) -> Iterator[None]:
         """Record the calls of forwards in this context, and let `reads` record parameter reads."""
-        # Which of these entries are blocks is known at the end only, see `calls_in_blocks`.
+        # `blocks` are candidates: which entries are blocks is known only at the end, see
+        # `calls_in_blocks`.
         blocks = {entry: name for name, entry in list_entries(self._model)}
         # Both use one list of running modules, because `Reads` needs the innermost one.
         self._open = reads.open

@@ -397,7 +397,7 @@ def _check_blocks(model: nn.Module, calls: Iterable[Call], entered: Counter[str]
                 f"{call.block} uses attention with values of {call.sizes.value_size} features and"
                 f" keys of {call.sizes.head_size}: values larger than keys are not supported"
             )
-    # Also entries that mix no tokens themselves are blocks, if another entry of their list does.
+    # An entry that mixes no tokens is also a block if another entry of its list mixes tokens.
     lists = {list_of(call.block) for call in mixing if call.block}
     for name, entry in list_entries(model):
         if list_of(name) in lists and entered[name] > 1:

@@ -83,7 +83,8 @@ class Reads(TorchFunctionMode):
             return False
         if isinstance(inside, nn.Embedding):
             return looked_up(inside, func, args, kwargs) is not None
-        # addmm is the product of a Conv1D. Any other module may read its own parameters.
+        # A Conv1D multiplies by addmm. A module other than a linear may read its own parameters in
+        # any way.
         return not is_linear(inside) or func in (F.linear, torch.addmm)
 
 

@@ -189,7 +189,8 @@ def _falcon(
 
     _check_own_dropout(module)
     fused = module.query_key_value(hidden_states)
-    # For each KV head: its G query heads, then its key, then its value, [B, S', K, G + 2, d].
+    # `heads` [B, S', K, G + 2, d] has for each KV head its G query heads, then its key, then its
+    # value.
     heads = fused.unflatten(-1, (module.num_kv_heads, -1, module.head_dim))
     q, k, v = heads[..., :-2, :].flatten(2, 3), heads[..., -2, :], heads[..., -1, :]
     if alibi is None:

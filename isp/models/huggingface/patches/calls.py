@@ -184,7 +184,8 @@ def wrap_free_functions(model: nn.Module) -> None:
         masks = {"create_causal_mask": causal_mask} if has_indexers(space) else {}
         for name, ours in (_OURS | masks).items():
             function = names.get(name)
-            # An earlier model of this process may have wrapped it already.
+            # The function is wrapped already if an earlier model of this process has the same
+            # modeling file.
             if function is not None and not isinstance(function, _Wrapped):
                 names[name] = _Wrapped(name, function, ours)
 

@@ -109,7 +109,7 @@ class _Indexer:
         # so set all positions to 0: that makes one block.
         if self._run_size > 1:
             positions = torch.zeros_like(positions)
-        # A mask for the single key: every token may see it.
+        # The mask lets every token see the single key of the stand-in cache.
         seen = torch.ones(1, 1, 1, dtype=torch.bool, device=arguments["hidden_states"].device)
         self._run(self._keep, cache, seen, arguments | {"position_ids": positions})
         if cache.keys is None:
