@@ -50,7 +50,7 @@ class ComputeConfig:
     loss_chunk_tokens: CountOrZero = 4096
     """Number of tokens for which a rank computes logits and losses at a time; 0: all at once."""
     router_aux_loss_coef: NotNegative = 0.0
-    """Coefficient of the load-balancing loss of experts; 0: that of config.json, if
+    """Coefficient of the load-balancing loss of experts; 0: the one in config.json, if
     output_router_logits is set there.  Name and loss: transformers."""
     router_z_loss_coef: NotNegative = 0.0
     """Coefficient of the router z-loss, the mean square of the log-sum-exp of router logits."""

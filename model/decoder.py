@@ -207,7 +207,7 @@ class Trunk(nn.Module):
 
 @dataclass(frozen=True)
 class _Recorder:
-    """A declaration in transformers' form that output 0 of a `Router` is its logits."""
+    """Declares, as models of transformers do, that output 0 of a `Router` is its logits."""
 
     target_class: type[nn.Module] = Router
     index: int = 0
@@ -238,7 +238,7 @@ class Decoder(nn.Module):
 
     @property
     def tp_plan(self) -> dict[str, str]:
-        """The tensor-parallel plan in transformers' form, for modes that split features."""
+        """The tensor-parallel plan, written as in transformers, for modes that split features."""
         mlps = "mlp", "mlp.shared_expert"
         columns = [f"self_attn.{x}_proj" for x in "qkv"]
         columns += [f"{mlp}.{x}_proj" for mlp in mlps for x in ("gate", "up")]

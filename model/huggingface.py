@@ -151,7 +151,7 @@ def _window_json(model: ModelConfig, family: str) -> dict[str, Any]:
 def _rope_json(model: ModelConfig) -> dict[str, Any]:
     """Return the keys of config.json for rotary positions.
 
-    They have the form of transformers 4, which version 5 also reads.
+    The keys are those of transformers 4, which version 5 also reads.
     """
     scaling, theta = model.rope_scaling, model.rope_theta
     if scaling is None or scaling.type is RopeScalingType.NONE:

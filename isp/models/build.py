@@ -168,8 +168,8 @@ def build_model(
 def _communicator(weight: WeightConfig, mesh: Mesh, device: torch.device) -> ISPCommunicator:
     """Make the communicator of the weight group.
 
-    With `weight.reduces_apart`, reductions get process groups of their own, so that gathers do
-    not queue behind them.
+    With `weight.reduces_apart`, reductions get other process groups than gathers, so that gathers
+    do not wait for reductions.
     """
     # True: a reduce-scatter is an all-to-all and a sum on this rank; False: that of torch; None:
     # the channel chooses by backend.

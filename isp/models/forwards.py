@@ -77,7 +77,7 @@ class Forwards:
 
 
 def set_forward(module: nn.Module, forward: ModuleForward) -> None:
-    """Replace the forward of this instance; its class keeps its own."""
+    """Replace the forward of one module; other modules of its class keep theirs."""
     module.forward = forward
 
 

@@ -63,7 +63,7 @@ def check_code(model: nn.Module, *, allow_unchecked: bool = False) -> None:
     """Raise ValueError if ISP's own code may differ from the code of the model that it replaces.
 
     Code that is not in `KNOWN` is compared in a small copy of the model, which takes some seconds,
-    once per process. If the comparison cannot run, raises ValueError, too, or warns if
+    once per process. If the comparison cannot run, also raises ValueError, or only warns with
     `allow_unchecked`. See [Note: Known code].
     """
     unknown = unknown_code(model)
@@ -98,7 +98,7 @@ def check_code(model: nn.Module, *, allow_unchecked: bool = False) -> None:
 
 
 class _DiffersError(ValueError):
-    """The error for ISP's own code if its results differ from those of the code it replaces."""
+    """Raised if ISP's own code gives other results than the model's code that it replaces."""
 
 
 # -- sources -----------------------------------------------------------------------------------

@@ -355,8 +355,8 @@ class _Files:
     def untrained(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the tensors of the files that the trained model lacks, one in memory at a time.
 
-        These are a vision tower's, and those that transformers ignores, such as DeepSeek-V3's heads
-        for further tokens.
+        They are the tensors of a vision tower, and tensors that transformers does not load, such as
+        DeepSeek-V3's heads for further tokens.
         """
         there = dict.fromkeys(n for name in self._untrained for n in self._files.made_of(name))
         return ((name, self._files.read_block(name, ())) for name in there)
@@ -510,10 +510,10 @@ def _own_parameters(module: nn.Module, device: str) -> Iterator[dict[str, Tensor
 
 
 def _initialize(shape: Any, owner: str) -> None:
-    """Initialize the own parameters of the module `owner` as the model does, or else as torch does.
+    """Initialize the parameters of the module `owner` itself, by the code of the model or of torch.
 
-    The modules around it are initialized after it, because GPT-2's blocks rescale the weights of
-    some linears inside them.
+    Modules that contain `owner` are initialized afterwards, because GPT-2's blocks rescale the
+    weights of some of their linears.
     """
     module = shape.get_submodule(owner)
     if not hasattr(shape, "_init_weights"):
@@ -527,7 +527,8 @@ def _initialize(shape: Any, owner: str) -> None:
 
 
 def _recorded(shape: Any, owner: str) -> dict[str, Drawing]:
-    """Return by local name how the own parameters of a module are initialized, without values."""
+    """Return by local name the recorded initialization of a module's own parameters, without
+    values."""
     with _own_parameters(shape.get_submodule(owner), "meta") as own, torch.random.fork_rng([]):
         return drawings(own, lambda: _initialize(shape, owner))
 

@@ -54,8 +54,9 @@ def at_positions(positions: Tensor) -> Iterator[None]:
 def give_positions(model: nn.Module) -> None:
     """Make tables of learned positions look up `current_positions`, in place.
 
-    Without this, such a table of transformers counts the tokens it is given, which on a rank are
-    only a part of the sequence. It is recognized by its optional argument `position_ids`; its other
+    Without this, a table of transformers counts positions from the tokens that it is given, which
+    on a rank are only a part of the
+    sequence. It is recognized by its optional argument `position_ids`; its other
     arguments are renamed every few versions of transformers, so they are not looked at.
     """
     for module in model.modules():
@@ -68,7 +69,7 @@ def give_positions(model: nn.Module) -> None:
 
 
 def _look_up(table: Callable[..., Tensor], tokens: Tensor, *_: Any, **__: Any) -> Tensor:
-    """Return rows of a table of positions for all tokens, [B, S', D]."""
+    """Look up the current positions of all tokens in a table of positions, [B, S', D]."""
     positions = current_positions()
     # These tables of transformers take the positions of one sequence, [S'], so join the rows.
     return table(tokens, position_ids=positions.flatten()).view(*positions.shape, -1)

@@ -134,7 +134,7 @@ def _role(
 def holds_experts(module: nn.Module) -> bool:
     """Return whether a module has stacked weights of experts [E, .., ..], and no linears.
 
-    Mixers such as Zamba's have weights [H, .., ..], too, but also linears.
+    A mixer such as Zamba's also has weights of three dims [H, .., ..], but it has linears.
     """
     if type(module).__module__.startswith("torch.") or any(map(is_linear, module.children())):
         return False

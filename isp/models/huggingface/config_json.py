@@ -130,7 +130,7 @@ def check_model_config(config: Mapping[str, Any], parallel: ParallelConfig) -> N
 
 
 def beyond_positions(folder: str | None, overrides: Mapping[str, Any] | None, seq_len: int) -> str:
-    """Return a warning if rows are longer than those a folder's model was trained on; else ""."""
+    """Return a warning if rows are longer than the model in `folder` was trained for; else ""."""
     if folder is None:
         return ""
     trained = _trained_positions(read_text_config(folder, overrides))
@@ -144,9 +144,9 @@ def beyond_positions(folder: str | None, overrides: Mapping[str, Any] | None, se
 
 
 def _trained_positions(found: Mapping[str, Any]) -> int | None:
-    """Return the longest row that the model supports by its config.json, in tokens; None: unknown.
+    """Return the number of tokens that a config.json allows in a row; None: unknown.
 
-    Scaled rotary positions extend the row by their factor.
+    With scaled rotary positions it is the original context times the factor.
     """
     context: int | None = found.get("max_position_embeddings", found.get("n_positions"))
     if context is None:

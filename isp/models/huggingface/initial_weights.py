@@ -59,7 +59,8 @@ class Drawing:
     """The operators that were called on the whole parameter, in order, each with its arguments
     other than the parameter."""
     rows: dict[int, float] = field(default_factory=dict)
-    """By index of a row that is filled after `calls`, such as the padding row, its value."""
+    """By index along dim 0, the value that is filled in after `calls`, such as 0 at a padding
+    index."""
     known: bool = True
     """True if `calls` and `rows` are the whole initialization; False if it did anything else."""
 
@@ -127,7 +128,8 @@ class _Recorder(TorchDispatchMode):
         return args[0] if is_noop else func(*args, **kwargs)
 
     def _note(self, name: str, func: Any, args: Any, kwargs: Any) -> bool:
-        """Record an operator on a parameter or on one row of it; return whether it is supported."""
+        """Record an operator on a parameter or on one index of its dim 0; return if it is
+        supported."""
         drawing, shape, (x, *others) = self.found[name], self._shapes[name], args
         if x.shape == shape and func in _IN_PLACE:
             if func not in _ARITHMETIC:

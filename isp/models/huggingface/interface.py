@@ -289,7 +289,7 @@ class HuggingFace(ModelInterface):
 
 
 def interface_of(model: nn.Module) -> ModelInterface:
-    """Return the interface to a model: that of transformers' models, or that of plain modules."""
+    """Return the interface to a model: `HuggingFace` for transformers, else `ModelInterface`."""
     return HuggingFace() if hasattr(model, "set_attn_implementation") else ModelInterface()
 
 

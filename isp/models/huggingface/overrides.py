@@ -208,8 +208,9 @@ def _known_name(text: Any, key: str, value: Any) -> str:
 def _with_rope(text: Any, overrides: Mapping[str, Any]) -> dict[str, Any] | None:
     """Return rope_parameters of the configuration `text` with the overrides merged in.
 
-    transformers has converted them to their newest form: one mapping that includes the base, or one
-    mapping for each kind of layer. Returns None for a model without rotary positions. Raises
+    transformers has already converted older keys: rope_parameters is one mapping that includes the
+    base, or has one mapping for each kind of
+    layer. Returns None for a model without rotary positions. Raises
     OverrideError for a key that would have no effect.
     """
     key, *others = [name for name in (_ROPE, _EARLIER_ROPE) if name in overrides] or [_ROPE]
@@ -287,7 +288,7 @@ def _with_rope_of_one(
 
 
 def _merged(below: Any, value: Any) -> Any:
-    """Return `value` merged into `below`: where both are mappings, key by key; else `value`."""
+    """Return `value`, or `below` with the keys of `value` merged in if both are mappings."""
     if not (isinstance(below, dict) and isinstance(value, dict)):
         return copy.deepcopy(value)
     return below | {key: _merged(below.get(key), of_key) for key, of_key in value.items()}

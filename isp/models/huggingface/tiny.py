@@ -189,7 +189,7 @@ _QUERY_HEADS = (
 def fewer_heads(heads: int) -> int:
     """Return the largest n up to 4 and `heads` with gcd(n, 4) = gcd(heads, 4).
 
-    So 2 or 4 ranks divide the heads of a small model exactly if they divide those of the model.
+    So 2 or 4 ranks can split the small model's n heads if and only if they can split `heads`.
     """
     return next(n for n in range(min(heads, 4), 0, -1) if math.gcd(n, 4) == math.gcd(heads, 4))
 
@@ -332,7 +332,8 @@ def _keep_one_of_each_kind(tiny: Any, config: Any, least: int) -> None:
 
 
 def _shorten_periods(tiny: Any) -> None:
-    """Shorten periods of layers to 2, in place; "every eighth layer attends" is such a period."""
+    """Shorten periods in a configuration to 2, in place, such as 8 for "every eighth layer
+    attends"."""
     for name, value in list(vars(tiny).items()):
         if name.endswith("_layer_period") and value > 2:
             setattr(tiny, name, 2)
@@ -346,7 +347,7 @@ def _are_layers(value: Any, number: int) -> bool:
 
 
 def _of_layer(config: Any, index: int) -> dict[str, Any]:
-    """Return a layer's own configuration values, made small; empty if all layers have the same."""
+    """Return the values that a configuration has for one layer only, made small; often empty."""
     if not config.is_heterogeneous:
         return {}
     layer = config.per_layer_config[index]
@@ -391,10 +392,10 @@ class _Float64(TorchFunctionMode):
 
 
 def _grouped_product(x: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
-    """Multiply each group of rows by its own matrix: `torch._grouped_mm` for float64.
+    """Multiply each group of tokens by its own matrix: `torch._grouped_mm` for float64.
 
-    x [N, I], weights [E, I, O], ends [E] (the row after each group) -> [N, O]. Rows after the last
-    group give zeros.
+    x [N, I], weights [E, I, O] -> [N, O]. ends [E]: the index of the token after each group. Tokens
+    after the last group give zeros.
     """
     *runs, rest = x.tensor_split(ends.tolist())
     products = [run @ weight for run, weight in zip(runs, weights, strict=True)]
@@ -409,8 +410,8 @@ def _wide(value: Any) -> Any:
 def kept_in_float64(model: nn.Module) -> nn.Module:
     """Convert `model` to float64 in place, also where its code casts to float32.
 
-    Norms, angles and softmax do so. With those casts, gradients of two layouts would differ by
-    1e-7, and comparisons could not be stricter.
+    Code of norms, angles and softmax casts to float32. Gradients of two layouts would then differ
+    by 1e-7, and comparisons could not be stricter.
     """
     # A recompute calls blocks and parts of blocks without the model's forward around them, so each
     # of these must also enter the mode.

@@ -33,7 +33,7 @@ def warn_of_version(found: str) -> None:
 
 
 def is_first_rank() -> bool:
-    """Return whether this process is rank 0: by the process group, or else by the environment."""
+    """Return whether this process is rank 0, by the process group, or without one by `RANK`."""
     return (dist.get_rank() if dist.is_initialized() else rank_and_size()[0]) == 0
 
 

@@ -26,7 +26,7 @@ __all__ = ["ComputedAhead"]
 class ComputedAhead:
     """Computes a module [.., D] -> [.., E] before its call, and returns the result at the call.
 
-    The module must compute each token alone.
+    The module's result for a token must not depend on other tokens.
     """
 
     def __init__(self, module: nn.Module, ahead: Ahead, position: Position) -> None:

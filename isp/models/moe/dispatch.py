@@ -127,7 +127,8 @@ class DispatchExperts(ShardedExperts):
     def _compute_received(
         self, sent: Sent, leaves: list[Any], place: int, spec: TreeSpec
     ) -> Tensor:
-        """Compute the rows that this rank receives, send the results back, and return the sums.
+        """Compute the tokens that this rank receives, send results back, and return this rank's
+        sums.
 
         `leaves` and `spec`: the arguments of the call, flattened, without the tokens (leaf 0) and
         routing weights (leaf `place`) that were sent.
@@ -214,7 +215,7 @@ class _Route:
 
 
 class _Part(NamedTuple):
-    """One part of the tokens on its way to their experts, and the order of its rows."""
+    """One part of the tokens on its way to experts: a row [D] for each pair of token and expert."""
 
     route: _Route
     entry: Tensor
@@ -340,9 +341,9 @@ class ExpertExchange:
         return [_Combine.apply(rows, part, saves) for rows, part in zip(back, parts, strict=True)]
 
     def _routes(self, parts: Sequence[Tensor]) -> list[_Part]:
-        """Return the parts of the tokens, not launched yet, from their expert indices [N, k].
+        """Return what is sent for each part of the tokens, given its expert indices [N, k].
 
-        All ranks of the expert group exchange their counts here.
+        Nothing is launched yet, but all ranks of the expert group exchange their counts here.
         """
         num_experts, size = self.bounds[-1], self.ranks.size
         flat = [part.flatten().long() for part in parts]
@@ -388,7 +389,7 @@ class ExpertExchange:
 
 
 def _even(parts: Sequence[Tensor], size: int) -> list[list[list[int]]]:
-    """Return by part how many rows each rank sends to each, spread evenly.
+    """Return by part how many rows each rank sends to each rank, spread evenly.
 
     For the meta device, where counts have no values.
     """

@@ -37,8 +37,7 @@ def router_dtype(model: Any, trace: ModelTrace, name: str, dtype: torch.dtype) -
     """Return the dtype of the tensor `name` in a model that is computed in `dtype`.
 
     Biases of routers have float32 at least, because a narrower dtype would lose the small updates.
-    Routers that transformers keeps in float32 have float32 at least, too; all other tensors have
-    `dtype`.
+    So have routers that transformers keeps in float32. All other tensors have `dtype`.
     """
     kept = getattr(model, "_keep_in_fp32_modules_strict", None) or ()
     routes = trace.roles.get(name) is ParameterRole.ROUTER and any(key in name for key in kept)
@@ -172,7 +171,8 @@ class ExpertLoad:
     def update_biases(self, counts: Tensor) -> None:
         """Lower the biases of experts with more tokens than the mean, and raise those with fewer.
 
-        Call it after a step with counts [L, E] summed over ranks, so that all ranks do the same.
+        Call it after a step on all ranks, with counts [L, E] summed over ranks, so that the biases
+        stay equal on all of them.
         """
         if not self._rate:
             return
@@ -188,7 +188,10 @@ class ExpertLoad:
     def _count(
         self, index: int, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
-        """Count the tokens of a call of experts; a forward pre-hook. `index`: the row of counts."""
+        """Count the tokens of a call of experts; a forward pre-hook.
+
+        `index`: the module's index in the first dim of the counts.
+        """
         if self._masks is None:
             return
         numbers = _numbers((*args, *kwargs.values()))

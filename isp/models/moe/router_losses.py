@@ -27,7 +27,7 @@ __all__ = ["RouterLosses", "check_router_losses", "make_router_losses"]
 
 
 def _find_routers(model: Any) -> list[tuple[nn.Module, int]]:
-    """Return the routers of a transformers model, which it declares for its own losses.
+    """Return the routers that a model of transformers declares, for its own router losses.
 
     Each router comes with the index of the logits [N, E] in its output. Raises ValueError for a
     model that declares none.

@@ -36,7 +36,7 @@ class Blocks:
         stages: Iterable[Stage],
         position: Position,
     ) -> None:
-        """`stages`: the pipeline stages of this rank; the blocks of others are left out."""
+        """`stages`: the pipeline stages of this rank; blocks of other stages are left out."""
         what, tracker = recomputation, RngStatesTracker(layers.device)
         self._trace, self._calls, self._layers = trace, trace.calls_in, layers
         self._position = position

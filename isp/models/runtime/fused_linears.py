@@ -246,8 +246,8 @@ def _products(x: Tensor, full: FullWeights, sizes: Sequence[int]) -> tuple[Tenso
 def _input_gradient(dys: Sequence[Tensor], weight: Tensor, sizes: Sequence[int]) -> Tensor:
     """Return dx [N, I], the sum of dyi Wi.
 
-    Added from the last linear to the first, which is autograd's order for separate linears: so the
-    bits are those of the plain model.
+    Adds from the last linear to the first, as autograd does for separate linears, so that the
+    result has the same bits as in the plain model.
     """
     pairs = zip(reversed(dys), reversed(weight.split_with_sizes(sizes)), strict=True)
     (dy, rows), *others = pairs

@@ -84,7 +84,8 @@ class TracedMixers:
         """True once the log says how scans exchange data."""
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Tensor:
-        """Compute attention over the sequence of all ranks, as `Mixers.attend`."""
+        """Compute attention over the sequence of all ranks; for the arguments see
+        `Mixers.attend`."""
         now, call = self._position.mix(Kind.ATTENTION, q)
         causal, window, scale, softcap, _, chunk, chosen, _ = options
 
@@ -106,7 +107,7 @@ class TracedMixers:
         return now.keep(Kind.ATTENTION, compute)
 
     def convolve(self, x: Tensor, weight: Tensor, bias: Tensor | None, dilation: int) -> Tensor:
-        """Compute a causal convolution, as `Mixers.convolve`."""
+        """Compute a causal convolution over all ranks; for the arguments see `Mixers.convolve`."""
         now, _ = self._position.mix(Kind.CONVOLUTION, x)
 
         def compute() -> Tensor:
@@ -117,7 +118,7 @@ class TracedMixers:
         return now.keep(Kind.CONVOLUTION, compute)
 
     def scan(self, recurrence: Recurrence, inputs: Inputs) -> Tensor:
-        """Compute a scan over all ranks, as `Mixers.scan`.
+        """Compute a scan over all ranks; for the arguments see `Mixers.scan`.
 
         Ranks either exchange tokens for heads, or pass states on from rank to rank, as
         `parallel.sequence_scan` says; auto chooses the way that receives fewer bytes.
@@ -141,7 +142,7 @@ class TracedMixers:
         return now.keep(Kind.SCAN, compute)
 
     def choose(self, indexer: Indexer) -> Tensor:
-        """Return the indices of the keys that an indexer chooses, as `Mixers.choose`.
+        """Return the indices of the keys that an indexer chooses; see `Mixers.choose`.
 
         The trace has no call for this. A recompute reuses the indices whenever it reuses results of
         attention. Raises ValueError in modes that split features.

@@ -170,7 +170,7 @@ class ShardedEmbedding(_ShardedModule):
 
     @property
     def padding_idx(self) -> int:
-        """The row of this table's gradient that stays zero, for `padding_idx`; -1: no row."""
+        """The index into this table's gradient at which it stays zero (`padding_idx`); -1: none."""
         row = self.module.padding_idx
         if not isinstance(row, int):
             return -1
@@ -262,7 +262,7 @@ def _layout(
     layers: RankLayers,
     plan: TensorPlan | None,
 ) -> ParameterLayout:
-    """Return the layout of a parameter: how its shard is cut, or that each rank has all of it.
+    """Return the `ParameterLayout`: how the parameter is cut, or that each rank has all of it.
 
     Without a `plan` (mode isp) weights are cut by rows over the weight group, and embedding tables
     by hidden features if `embed_split_hidden` is set. With a plan, they are cut as the plan says.

@@ -44,9 +44,9 @@ def run_with_a_share(
 ) -> None:
     """Run the model for one of `size` tensor ranks on meta tensors, to check shapes and heads.
 
-    `build`: makes the stage module of the traced model `shape`. The mode is always msp, because
-    there the number of tokens inside a region differs from that outside, so that code which mixes
-    up the two fails. Raises ValueError, or an error of the model's code, if the model does not run
+    `build`: makes the stage module of the traced model `shape`. The mode is always msp, because in
+    it the number of tokens inside a region differs from the number outside, so code that confuses
+    the two fails. Raises ValueError, or an error of the model's code, if the model does not run
     on a rank's share of the features.
     """
     # `tensor` is a channel that acts as rank 0 of `size` ranks and sends nothing.
@@ -255,7 +255,11 @@ class _Shares:
     def _gradients_differ(
         self, whole: tuple[Tensor | None, ...], own: tuple[Tensor | None, ...]
     ) -> bool:
-        """Return whether `own` gradients are not the rank's share, or only one run has them."""
+        """Return whether the rank's `own` gradients are not its share of the whole run's
+        gradients.
+
+        Also True if only one of the two runs has a gradient.
+        """
         if [x is None for x in whole] != [x is None for x in own]:
             return True
         pairs = zip(whole, own, strict=True)
@@ -278,8 +282,8 @@ class _Shares:
     def _message(self, place: str, row: str, features: int, where: str = "") -> str:
         """Return the error message for a row whose input is not the rank's share.
 
-        `place`: the module at fault; empty: unknown, so the region's module is named. `where`: text
-        after "all features", such as " in its backward pass".
+        `place`: the module at fault; "": it is unknown, so the region's module is named. `where`:
+        text that follows "all features", such as " in its backward pass".
         """
         regions = self._plan.regions
         place = place or next(r.module for r in regions if row.startswith(f"{r.module}."))

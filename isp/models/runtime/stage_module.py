@@ -227,9 +227,9 @@ class StageModule:
             self._weights.fill(self.model, () if seed is None else [*self.shards()], seed or 0)
 
     def parts(self) -> dict[str, nn.Module]:
-        """Return `WeightHolders.parts`: by name, blocks and the modules outside of them.
+        """Return by name the blocks and the modules outside of blocks; see `WeightHolders.parts`.
 
-        For a stage, returns only those with its parameters.
+        A module of one pipeline stage returns only the parts with parameters of that stage.
         """
         every = self.holders.parts()
         if self._stage is None:
@@ -256,9 +256,9 @@ class StageModule:
             return self._run_model(x, positions, masks, instead)
 
     def _run_model(self, x: Tensor, positions: Tensor, masks: Masks, instead: Instead) -> Tensor:
-        """Run the model's own forward in a pass; return its result, or where it ended early.
+        """Run the model's own forward in a pass; return its result, or that of an early end.
 
-        That is the tensor of `ForwardEnd`: the head's input, or a stage's hidden states.
+        A forward ends early by `ForwardEnd`, with the head's input or a stage's hidden states.
         """
         forward_pass = ForwardPass("the model", self._outer_calls, masks, instead=instead)
         with self.position.passing(forward_pass):

@@ -111,8 +111,8 @@ class WeightHolders:
     def parts(self) -> dict[str, nn.Module]:
         """Return by name the blocks, and the modules outside of blocks that have parameters.
 
-        A module may hold parameters that other code reads, without being called itself. In its
-        place the whole model is returned, under the name "".
+        If a module has parameters that other code reads, but is not called itself, the whole model
+        is returned in its place, under the name "".
         """
         model, trace = self.model, self.trace
         parts = {block: model.get_submodule(block) for block in trace.blocks}
@@ -189,7 +189,7 @@ class WeightHolders:
                 self._wrap(Kind.LINEAR, name, fused.wrapper(name))
 
     def _hold_others(self) -> None:
-        """Give each of the other linears, tables and experts that are called a holder."""
+        """Give a holder to each called linear, table and module with experts that has none yet."""
         layers, plan, trace = self.layers, self._plan, self.trace
         # Blocks of other stages do not run and get no holders. Modules outside of blocks (None) get
         # one on each stage, since each stage runs the model's own forward.
@@ -259,7 +259,8 @@ class WeightHolders:
         return next((name for name in self._tiled if f"{module}.".startswith(f"{name}.")), None)
 
     def _ahead_of(self, call: Call) -> Ahead | None:
-        """Return the module that is computed ahead of its call, with the experts of `call`.
+        """Return the module that is computed together with the experts of `call`, before its own
+        call.
 
         Returns None if there is no such module, if module and experts are not in the same tiled
         module, or if everything between linears is recomputed.

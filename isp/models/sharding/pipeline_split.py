@@ -31,10 +31,10 @@ __all__ = ["Stage", "check_stages", "stages_of", "tied_weight", "with_blocks"]
 
 
 class Stage(NamedTuple):
-    """A pipeline stage: consecutive blocks, and in the first and last stage what is around them.
+    """A pipeline stage: consecutive blocks, and on the first and last stage modules around them.
 
-    The first stage also has the modules that are called before the blocks, the last one those that
-    are called after them.
+    The first stage also has the modules that are called before the blocks, and the last stage the
+    modules that are called after them.
     """
 
     blocks: tuple[str, ...]
@@ -89,7 +89,8 @@ def tied_weight(model: nn.Module, trace: ModelTrace) -> str | None:
 def _check_outputs(trace: ModelTrace, spans: Sequence[tuple[str, ...]]) -> None:
     """Raise ValueError if stages cannot send hidden states of one width to each other.
 
-    A block must return a hidden state, and those that stages send must have as many features.
+    Each block must return a hidden state, and those that are sent must have the same number of
+    features.
     `spans`: the blocks of each stage.
     """
     for block in (block for span in spans[:-1] for block in span):

@@ -152,8 +152,8 @@ class _Enter(Function):
 def _regathered(x: Tensor) -> saved_tensors_hooks:
     """Return a context in which x, the output of an entrance, is not saved but gathered again.
 
-    In place of x or a view of it, autograd saves only the shape. The first column that reads it in
-    backward gathers x from the shards; the node of the entrance keeps x for the other columns.
+    Autograd saves only the shape of x or of a view of it. The first column linear that reads x in
+    backward gathers x from the shards, and the node of the entrance keeps it for the other columns.
     """
     node: Any = x.grad_fn
     memory = storage_key(x.untyped_storage())
@@ -179,7 +179,8 @@ def _regathered(x: Tensor) -> saved_tensors_hooks:
 
 
 class OnlyColumnsRead(TorchFunctionMode):
-    """A mode that raises ValueError if an operation other than a column reads a region's input.
+    """A mode that raises ValueError if an operation other than column linears reads a region's
+    input.
 
     Such an operation would compute the whole gradient on each rank, and the entrance would sum
     these over the ranks.

@@ -32,10 +32,11 @@ class LinearCut(NamedTuple):
 
     role: Role
     whole: bool = False
-    """True if each rank has all features between a column and its row: they are gathered after the
-    column and split before the row."""
+    """True if each rank has all features between a column linear and its row linear: features are
+    gathered after the column and split before the row."""
     alone: bool = False
-    """True for a column whose features are gathered after it, without a row that follows."""
+    """True for a column linear whose features are gathered after it, because no row linear
+    follows."""
 
 
 _CUTS = {
@@ -95,7 +96,8 @@ class TensorPlan(NamedTuple):
         return cut is not None and cut.role is Role.ROW
 
     def moves(self, linear: str, mode: Mode, tensor: Channel) -> Moves:
-        """Return the collectives of a linear, other than those of its region's entrance."""
+        """Return the collectives that a linear itself launches; the region's entrance launches
+        others."""
         cut = self.cuts.get(linear)
         if cut is None or tensor.size == 1:
             return Moves()
@@ -204,8 +206,8 @@ def _own_vectors(
 ) -> Iterator[str]:
     """Yield the vectors in regions that no called submodule owns, such as attention sinks.
 
-    The region's own code reads them, and no call shows how: they must have one element for each
-    head. Raises ValueError for a vector that the plan does not cut.
+    The region's own code reads these vectors, and the trace does not show how: so they must have
+    one element for each head. Raises ValueError for a vector that the plan does not cut.
     """
     for name, role in trace.roles.items():
         owner = name.rpartition(".")[0]

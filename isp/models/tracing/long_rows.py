@@ -227,7 +227,7 @@ class _Calls(TorchFunctionMode):
         """Name and class of the modules that run, the innermost last."""
 
     def of(self, model: nn.Module, forward: Forward, length: int) -> _Calls:
-        """Run a forward on a row of `length` tokens, and return self."""
+        """Run a forward on a row of `length` tokens to record its calls, and return self."""
         ids = torch.zeros(1, length, dtype=torch.int64, device="meta")
         positions = torch.arange(length, device="meta").unsqueeze(0)
         self._open.append(("", type(model).__name__))

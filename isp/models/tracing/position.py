@@ -203,8 +203,9 @@ class Position:
     ) -> RemovableHandle:
         """Call `hook` with the tokens x of each call that mixes them at the place `key`.
 
-        For recorders, since such a call has no module to hook into. `key`: from `mixing_key`. The
-        recompute of a whole block calls the hook, too; a recompute between linears does not.
+        For recorders, because such a call has no module to hook into. `key`: from `mixing_key`. If
+        a whole block is recomputed, the hook is also called in the recompute; if only what is
+        between linears is recomputed, it is not.
         """
         # Register the hook as torch registers hooks of a module: the handle removes it from this
         # dict.

@@ -187,7 +187,7 @@ def refuse_unchecked(model: nn.Module, why: Exception | str, allow_unchecked: bo
 def same_at_length(
     shape: nn.Module, buffers: Iterable[Tensor], trace: ModelTrace, forward: Forward, tokens: int
 ) -> bool:
-    """Return whether a few tokens have the same logits in a row of `tokens` tokens as alone.
+    """Return whether a few tokens have the same logits in a row of `tokens` tokens as without it.
 
     The other arguments are those of `check_local`. Only forwards run.
     """
@@ -350,7 +350,7 @@ class _LocalMixers:
         return (x + own.tanh().view(*own.shape, *(1,) * (x.dim() - 2))).view(mixed.shape)
 
     def choose(self, indexer: Indexer) -> Tensor:
-        """Return a function of each token's own key in place of indices of keys."""
+        """Return, in place of indices of keys, numbers that depend only on each token's own key."""
         return _weighted_sum(indexer.keys)[..., None, None]
 
 
@@ -412,9 +412,9 @@ class _WithoutWeights(TorchFunctionMode):
         return self._leaf(self._rows(ids, weight, number))
 
     def _leaf(self, rows: Tensor) -> Tensor:
-        """Record the rows of a lookup as a new leaf, at which gradients end; return a copy of it.
+        """Record the result of a lookup as a new leaf, at which gradients end; return a copy of it.
 
-        A copy, because the model may write into it.
+        It is a copy because the model may write into it.
         """
         if not (torch.is_grad_enabled() and rows.is_floating_point()):
             return rows
@@ -440,7 +440,8 @@ class _WithoutWeights(TorchFunctionMode):
         return sums + shift
 
     def _rows(self, ids: Tensor, table: Tensor, number: int) -> Tensor:
-        """Return a row for each id in place of a lookup, [..] -> [.., D]; each id has its own."""
+        """Return a vector for each id in place of a lookup, [..] -> [.., D]; each id has another
+        one."""
         key = number, table.shape[1]
         if (drawn := self._tables.get(key)) is None:
             random = torch.Generator().manual_seed(number)
@@ -482,7 +483,7 @@ class _Found(NamedTuple):
     logits: Tensor
     """The logits of each token in float64, [S, V]."""
     gradients: list[Tensor]
-    """For each lookup in a table, the gradient of each token's row, [S, D]."""
+    """For each lookup in a table, the gradient of each token's vector, [S, D]."""
     is_random: bool
     """True if the model drew random numbers."""
 
@@ -671,7 +672,10 @@ def _gradients_differ(expected: _Found, found: _Found) -> bool:
 
 
 def _same_tokens(rows: Tensor, others: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the places in `rows` and `others` of their common tokens, except the changed one."""
+    """Return where `rows` and `others` have the same tokens, as indices into each.
+
+    The changed token is left out.
+    """
     same = rows.unsqueeze(1) == others
     same &= others != _CHANGED
     places, of_others = same.nonzero(as_tuple=True)
@@ -697,7 +701,7 @@ _SUMS = 4
 
 
 def _is_of_tokens(x: Tensor, size: int) -> bool:
-    """Return whether x has a row for each of S = `size` tokens: [1, S, ..] or [S, ..]."""
+    """Return whether x has values for each of S = `size` tokens: it is [1, S, ..] or [S, ..]."""
     if x.is_complex() or not x.dim():
         return False
     return x.shape[:2] == (1, size) or x.shape[0] == size
@@ -706,7 +710,7 @@ def _is_of_tokens(x: Tensor, size: int) -> bool:
 def _per_token(x: Any, size: int) -> Tensor | None:
     """Return weighted sums of each token's features, [S, `_SUMS`].
 
-    Returns None unless x is a tensor with a row for each of S = `size` tokens.
+    Returns None unless x is a tensor with values for each of S = `size` tokens.
     """
     if not isinstance(x, Tensor) or not _is_of_tokens(x, size):
         return None

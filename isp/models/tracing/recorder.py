@@ -133,10 +133,10 @@ class CallRecorder:
         return torch.zeros_like(x)
 
     def place(self) -> tuple[str | None, int]:
-        """Return where the forward is: the running entry of a list of modules, and a count.
+        """Return where the forward is: the module of an `nn.ModuleList` that runs, and a count.
 
-        The entry is None between entries. The count is how many different entries were called so
-        far, so it says between which entries the forward is.
+        Between these modules the first value is None. The count is how many of them were called so
+        far, so it says between which of them the forward is.
         """
         return self._block, len(self.entered)
 
@@ -280,7 +280,8 @@ def _read(*tensors: Tensor | None) -> None:
 def _route(given: tuple[Any, ...]) -> int | None:
     """Return k, the number of experts of each token, from the arguments `given` of experts.
 
-    Returns None unless they begin as in transformers: tokens [N, D], expert indices [N, k].
+    Returns None unless the arguments begin with tokens [N, D] and expert indices [N, k], as in
+    transformers.
     """
     if len(given) < 2 or not all(isinstance(x, Tensor) and x.dim() == 2 for x in given[:2]):
         return None
@@ -308,9 +309,9 @@ def identity_experts(model: nn.Module) -> Iterator[None]:
 
 
 def list_entries(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yield name and module of each entry of the outermost `nn.ModuleList`s.
+    """Yield name and module of each module in the outermost `nn.ModuleList`s.
 
-    An entry that is in several lists comes once, with its first name.
+    A module that is in several lists comes once, with its first name.
     """
     outermost: list[str] = []
     seen: set[nn.Module] = set()

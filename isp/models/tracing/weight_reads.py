@@ -33,8 +33,8 @@ _SIZES = {"shape", "size", "numel", "nelement", "__len__"}
 class Reads(TorchFunctionMode):
     """A torch function mode that records which parameters are read, where, and by what.
 
-    Records separately the parameters that are read other than by the linear, the lookup or the
-    module that owns them.
+    `foreign` has the parameters that are read in another way than by their linear, by a lookup in
+    their table, or by the code of their own module.
     """
 
     def __init__(

@@ -75,7 +75,7 @@ def _openai_gpt(module: Any, query: Tensor, key: Tensor, value: Tensor, *_: Any)
 def _bart(
     module: Any, hidden_states: Tensor, *_: Any, attn_prompt: Any = None, **__: Any
 ) -> _Attended:
-    """Compute self-attention of BART and models like it, [B, S', D] -> [B, S', D]."""
+    """Compute self-attention of BART and similar models, [B, S', D] -> [B, S', D]."""
     _check_own_dropout(module)
     if attn_prompt is not None:
         raise ValueError(
@@ -94,7 +94,7 @@ def _bert(
     *_: Any,
     **__: Any,
 ) -> _Attended:
-    """Compute self-attention of BERT and models like it, [B, S', D] -> [B, S', D].
+    """Compute self-attention of BERT and similar models, [B, S', D] -> [B, S', D].
 
     `sinusoidal_pos`: RoFormer's angles [1, 1, B, S', d]. In other models the third argument is a
     state, which is None here.
@@ -225,7 +225,7 @@ def _inkling2(
     value_hidden_states: Tensor | None = None,
     **_: Any,
 ) -> _Attended:
-    """Compute Inkling 2's attention: as `_inkling`, with a sink for each query.
+    """Compute Inkling 2's attention: that of Inkling (`_inkling`) with a sink for each query.
 
     In a full layer, keys and values are computed from other hidden states than the queries.
     """
@@ -332,9 +332,9 @@ def _in_float32(module: Any, *args: Any) -> Any:
 
 
 def _gemma4(module: Any, input_ids: Tensor, position_ids: Tensor, **_: Any) -> Any:
-    """Run Gemma 4 on text only, in place of its forward.
+    """Run Gemma 4 on text only, in place of the model's own forward.
 
-    Its own forward reads a row of the embedding's weight, which is sharded.
+    That forward reads from the weight of the embedding, which is sharded.
     """
     from transformers.models.gemma4.modeling_gemma4 import Gemma4ModelOutputWithPast
 

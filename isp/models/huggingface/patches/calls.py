@@ -47,9 +47,10 @@ __all__ = [
 
 
 def _shared_expert_last(module: Any, hidden_states: Tensor) -> Tensor:
-    """Compute Qwen2-MoE's block, calling the shared expert after the experts instead of before.
+    """Compute Qwen2-MoE's MLP, but call the shared expert after the routed experts, not before.
 
-    Only in this order isp can compute it while tokens are in flight. See [Note: Computed ahead] in
+    Only in this order isp can compute the shared expert while tokens are in
+    flight. See [Note: Computed ahead] in
     docs/design/notes/experts.md.
     """
     x = hidden_states.flatten(0, -2)
@@ -146,7 +147,7 @@ def replaced_code(model: nn.Module) -> Iterator[tuple[str, str]]:
 
 
 def _overrides(kind: type, base: type) -> bool:
-    """Return whether `kind` is `base`, or overrides a method of it other than its constructor."""
+    """Return whether `kind` is `base`, or overrides a method of `base` other than `__init__`."""
     own = (b for b in base.__mro__ if b not in nn.Module.__mro__)
     names = (name for b in own for name in vars(b) if name != "__init__")
     return kind is base or any(inspect.isfunction(vars(kind).get(name)) for name in names)

@@ -131,7 +131,8 @@ class _Indexer:
         """
 
         def part(x: Any) -> Any:
-            """Return a tile of a tensor, [B or 1, S', ..] -> [1, R, ..]; any other x unchanged."""
+            """Return the part of a tensor for the queries, [B or 1, S', ..] -> [1, R, ..]; other x
+            unchanged."""
             if not isinstance(x, Tensor):
                 return x
             return x.expand(*self._shape, *x.shape[2:]).flatten(0, 1)[tokens].unsqueeze(0)
@@ -190,8 +191,8 @@ def _of_blocks(module: Any, arguments: dict[str, Any]) -> _Indexer:
 def _forward_of(make: Callable[[Any, dict[str, Any]], _Indexer]) -> Callable[..., Any]:
     """Return a forward for indexers in which the current mixers choose keys, without gradients.
 
-    `make`: makes the indexer of a call. Outside of a forward that isp runs, the returned forward
-    runs the indexer's own.
+    `make`: makes the indexer of a call. Outside of a forward that isp runs, the returned function
+    calls the forward of the indexer's class.
     """
 
     def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -269,7 +270,7 @@ def indexer_parameters(model: nn.Module) -> Iterator[str]:
 def chosen_by(module: Any, others: dict[str, Any]) -> Chosen | None:
     """Return the keys that an indexer has chosen for a call of attention; None: all keys.
 
-    `others`: the call's further arguments. The indexer may be that of an earlier layer.
+    `others`: the call's further arguments. An indexer of an earlier layer may have chosen.
     """
     if type(module).__module__ not in _SPACES:
         return None

@@ -26,7 +26,8 @@ _LEAST_TIME = 1e-12
 def windows_of(x: Tensor, num_taps: int) -> Tensor:
     """Return each token with the K - 1 tokens before it: [B, S', C] -> [B, S', C, K].
 
-    Entry i is the token i places before in the same document, or zeros. Computed as a convolution
+    Index i of the last dim is the token i places before in the same document, or
+    zeros. Computed as a convolution
     with one-hot taps, because `causal_conv1d` also gets the tokens of other ranks.
     """
     taps = torch.eye(num_taps, device=x.device, dtype=x.dtype).flip(1)[1:]  # [K - 1, K]
