@@ -38,10 +38,10 @@ class ComputeConfig:
     attention_backend: AttentionBackend = AttentionBackend.AUTO
     """Backend of attention; auto: the fastest that runs here."""
     compile: bool | Literal["auto"] = "auto"
-    """Fuse rotary embedding and SwiGLU into one kernel each by torch.compile, with fewer
-    roundings, and the loss into two; auto: on CUDA. In models other than ISP's own decoder, only
-    the loss is compiled. Each layer costs a fraction of a millisecond of Python, so false may be
-    faster with few tokens per rank."""
+    """Fuse rotary embedding and SwiGLU into one kernel each by torch.compile, with fewer roundings,
+    and the loss into two; auto: on CUDA. In models other than ISP's own decoder, only the loss is
+    compiled. Each layer costs a fraction of a millisecond of Python, so false may be faster with
+    few tokens per rank."""
     allow_unchecked: bool = False
     """Train a model that could not be checked for code that mixes tokens outside of attention, with
     a warning; false: refuse it. The check runs the model on the CPU with random weights, and

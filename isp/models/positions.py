@@ -55,9 +55,9 @@ def give_positions(model: nn.Module) -> None:
     """Make tables of learned positions look up `current_positions`, in place.
 
     Without this, a table of transformers counts positions from the tokens that it is given, which
-    on a rank are only a part of the
-    sequence. It is recognized by its optional argument `position_ids`; its other
-    arguments are renamed every few versions of transformers, so they are not looked at.
+    on a rank are only a part of the sequence. It is recognized by its optional argument
+    `position_ids`; its other arguments are renamed every few versions of transformers, so they are
+    not looked at.
     """
     for module in model.modules():
         if isinstance(module, nn.Embedding):

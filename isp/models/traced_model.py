@@ -229,7 +229,7 @@ class TracedModel:
 
     @property
     def checkpoints_frozen(self) -> bool:
-        """True if checkpoints contain frozen weights; with adapters, the base model has them."""
+        """True if checkpoints contain frozen weights; with adapters, they do not."""
         return not hasattr(self.model, "peft_config")
 
     @property

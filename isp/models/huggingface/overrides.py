@@ -209,9 +209,8 @@ def _with_rope(text: Any, overrides: Mapping[str, Any]) -> dict[str, Any] | None
     """Return rope_parameters of the configuration `text` with the overrides merged in.
 
     transformers has already converted older keys: rope_parameters is one mapping that includes the
-    base, or has one mapping for each kind of
-    layer. Returns None for a model without rotary positions. Raises
-    OverrideError for a key that would have no effect.
+    base, or has one mapping for each kind of layer. Returns None for a model without rotary
+    positions. Raises OverrideError for a key that would have no effect.
     """
     key, *others = [name for name in (_ROPE, _EARLIER_ROPE) if name in overrides] or [_ROPE]
     path, value = f"model.hf_overrides.{key}", overrides.get(key, {})

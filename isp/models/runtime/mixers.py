@@ -135,7 +135,11 @@ class TracedMixers:
                 way = cheaper_way(recurrence, flat, placement)
                 if not self._reported and placement.channel.size > 1:
                     self._reported = True
-                    logger.info("scans: by %s (auto: fewest bytes received per rank)", way)
+                    logger.info(
+                        "parallel.sequence_scan=auto: scans run by %s, where a rank receives the"
+                        " fewest bytes",
+                        way,
+                    )
             scan = scan_by_heads if way is SequenceScan.HEADS else scan_by_state
             return scan(self._layers.recurrence(recurrence), flat, placement).view(x.shape)
 

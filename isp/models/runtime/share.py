@@ -46,8 +46,8 @@ def run_with_a_share(
 
     `build`: makes the stage module of the traced model `shape`. The mode is always msp, because in
     it the number of tokens inside a region differs from the number outside, so code that confuses
-    the two fails. Raises ValueError, or an error of the model's code, if the model does not run
-    on a rank's share of the features.
+    the two fails. Raises ValueError, or an error of the model's code, if the model does not run on
+    a rank's share of the features.
     """
     # `tensor` is a channel that acts as rank 0 of `size` ranks and sends nothing.
     tensor, tokens = DryChannel("tensor", size, 0), 8 * size
@@ -255,8 +255,7 @@ class _Shares:
     def _gradients_differ(
         self, whole: tuple[Tensor | None, ...], own: tuple[Tensor | None, ...]
     ) -> bool:
-        """Return whether the rank's `own` gradients are not its share of the whole run's
-        gradients.
+        """Return whether the rank's `own` gradients are not its share of the whole run's gradients.
 
         Also True if only one of the two runs has a gradient.
         """

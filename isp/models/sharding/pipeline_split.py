@@ -90,8 +90,7 @@ def _check_outputs(trace: ModelTrace, spans: Sequence[tuple[str, ...]]) -> None:
     """Raise ValueError if stages cannot send hidden states of one width to each other.
 
     Each block must return a hidden state, and those that are sent must have the same number of
-    features.
-    `spans`: the blocks of each stage.
+    features. `spans`: the blocks of each stage.
     """
     for block in (block for span in spans[:-1] for block in span):
         if block not in trace.outputs:
@@ -155,8 +154,7 @@ def with_blocks(
 
 
 def _returning_input(form: BlockOutput | None) -> Callable[..., Any]:
-    """Return a forward that returns its first argument as the hidden states of the block's
-    output.
+    """Return a forward that returns its first argument as the hidden states of the block's output.
 
     `form`: the structure of that output, such as a tuple; None: the hidden states alone.
     """

@@ -142,7 +142,7 @@ class Call(NamedTuple):
 
 
 def weights_among(given: Sequence[Any], numbers: Tensor) -> int | None:
-    """Return the index of the routing weights among the arguments `given` of experts; None: none.
+    """Return the index of the routing weights in the arguments `given` of experts; None: not found.
 
     Routing weights have the shape of the expert indices `numbers` [N, k] and come after them.
     """

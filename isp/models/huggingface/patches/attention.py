@@ -165,7 +165,7 @@ def _mpt(
     if module.clip_qkv:
         qkv = qkv.clamp(min=-module.clip_qkv, max=module.clip_qkv)
     q, k, v = qkv.unflatten(-1, (3, module.n_heads, module.head_dim)).unbind(2)
-    # `position_bias[:, 0, -2]` is the bias at distance 1, minus the slope.
+    # `position_bias[:, 0, -2]` is the bias at distance 1: the slope times -1.
     bias = current_positions().unsqueeze(-1) * -position_bias[:, 0, -2]
     return module.out_proj(_with_alibi(q, k, v, bias, module.softmax_scale).flatten(2)), None
 

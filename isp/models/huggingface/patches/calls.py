@@ -49,9 +49,8 @@ __all__ = [
 def _shared_expert_last(module: Any, hidden_states: Tensor) -> Tensor:
     """Compute Qwen2-MoE's MLP, but call the shared expert after the routed experts, not before.
 
-    Only in this order isp can compute the shared expert while tokens are in
-    flight. See [Note: Computed ahead] in
-    docs/design/notes/experts.md.
+    Only in this order isp can compute the shared expert while tokens are in flight. See
+    [Note: Computed ahead] in docs/design/notes/experts.md.
     """
     x = hidden_states.flatten(0, -2)
     share = torch.sigmoid(module.shared_expert_gate(x))

@@ -26,9 +26,8 @@ _LEAST_TIME = 1e-12
 def windows_of(x: Tensor, num_taps: int) -> Tensor:
     """Return each token with the K - 1 tokens before it: [B, S', C] -> [B, S', C, K].
 
-    Index i of the last dim is the token i places before in the same document, or
-    zeros. Computed as a convolution
-    with one-hot taps, because `causal_conv1d` also gets the tokens of other ranks.
+    Index i of the last dim is the token i places before in the same document, or zeros. Computed as
+    a convolution with one-hot taps, because `causal_conv1d` also gets the tokens of other ranks.
     """
     taps = torch.eye(num_taps, device=x.device, dtype=x.dtype).flip(1)[1:]  # [K - 1, K]
     before = causal_conv1d(x.repeat(1, 1, num_taps - 1), taps.repeat_interleave(x.shape[-1], 0))
@@ -133,8 +132,7 @@ class _Factor:
 
 
 def _selective(module: Any, *args: Any, **kwargs: Any) -> Any:
-    """Run Mamba's own forward, with its read of `dt_proj.weight` turned into a call of
-    `dt_proj`.
+    """Run Mamba's own forward, with its read of `dt_proj.weight` turned into a call of `dt_proj`.
 
     Outside of that call a rank has only a shard of the weight.
     """
