@@ -55,7 +55,7 @@ _Found = TypeVar("_Found")
 
 
 def position_rows(model: nn.Module, tables: Iterable[nn.Module]) -> int | None:
-    """Return the rows of the smallest table of learned positions; None if there is none.
+    """Return the number of positions in the smallest table of learned positions; None: no table.
 
     `tables`: all embeddings of the model except that of its tokens. A table counts as one of
     positions if it has at least as many rows as config.json has positions, since a few models also
@@ -74,7 +74,8 @@ def position_rows(model: nn.Module, tables: Iterable[nn.Module]) -> int | None:
 
 
 class TracedModel:
-    """A model and its trace; it checks layouts, and builds stage modules for any of them."""
+    """A model and its trace; it checks if a layout fits, and builds stage modules for any
+    layout."""
 
     def __init__(
         self,
@@ -196,7 +197,8 @@ class TracedModel:
 
     @property
     def hidden_size(self) -> int:
-        """The number of features of a token between blocks, over all hidden states of a block."""
+        """The number of features of a token between blocks, in all hidden states that a block
+        returns."""
         form = self.trace.outputs.get(self.trace.blocks[0])
         return self._first_table.embedding_dim if form is None else form.width
 
@@ -271,7 +273,7 @@ class TracedModel:
     def attention_windows(self) -> Windows:
         """Each attention window with its number of blocks; empty for a model without attention.
 
-        For packed sequences they decide which rank gets which tokens.
+        For packed sequences the windows decide which rank gets which tokens.
         """
         return tuple(Counter(sizes.window for sizes in self.trace.attentions).items())
 
@@ -323,7 +325,8 @@ class TracedModel:
             self._try_shares(parallel.tensor.size)
 
     def check_length(self, parallel: ParallelConfig, tokens: int) -> None:
-        """Raise ValueError if results in rows of this many `tokens` depend on the rows' length.
+        """Raise ValueError if the model computes other results because rows have this many
+        `tokens`.
 
         Rows up to 9/8 of the longest one that was checked before are not checked again.
         """
@@ -427,7 +430,7 @@ class TracedModel:
         *,
         attention: LocalAttention | None = None,
     ) -> tuple[StageModule, ...]:
-        """Return the stage modules of a rank that has these of `num_stages` pipeline stages.
+        """Build the stage modules of a rank that has the pipeline `stages`, of `num_stages` in all.
 
         Weights that have a source are not initialized yet: call `StageModule.init_weights`. A
         weight that two of the stages use is one parameter. `attention` computes attention over
@@ -500,6 +503,7 @@ class TracedModel:
         )
 
     def _router_losses(self) -> RouterCoefficients:
-        """Return the coefficients of router losses; each that is 0 is taken from the model."""
+        """Return the coefficients of router losses; a 0 is replaced by the model's own
+        coefficient."""
         asked, own = self.router_losses, self.interface.router_coefficients(self.model)
         return RouterCoefficients(*(a or b for a, b in zip(asked, own, strict=True)))

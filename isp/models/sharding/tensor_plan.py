@@ -59,9 +59,10 @@ class Region(NamedTuple):
     whole: bool
     """`LinearCut.whole` of the region's linears: True if each rank has all features inside."""
     attends: bool
-    """True if attention is called inside."""
+    """True if attention is called inside of the region."""
     between: tuple[str, ...]
-    """The modules that are called after the first column and before the row."""
+    """The modules that are called after the region's first column linear and before its row
+    linear."""
 
 
 class TensorPlan(NamedTuple):
@@ -71,7 +72,8 @@ class TensorPlan(NamedTuple):
     """
 
     cuts: dict[str, LinearCut]
-    """The cut of each linear, including the head; other linears are whole on each rank."""
+    """By linear that is cut, including the head, its cut; all other linears are whole on each
+    rank."""
     regions: tuple[Region, ...]
     vectors: frozenset[str]
     """The names of parameters with one element for each head, which are cut like the heads."""
@@ -270,7 +272,9 @@ def _regions(
 def _region(
     block: str, linears: tuple[str, ...], whole: bool, calls: Sequence[Call], trace: ModelTrace
 ) -> Region:
-    """Return the region of columns and their row; `calls`: those from the first column to the row.
+    """Return the region of some column linears and their row linear.
+
+    `calls`: the calls from the first column to the row.
 
     Raises ValueError if the linears are not in one module inside of the block, or if a call in
     between is a convolution or scan.

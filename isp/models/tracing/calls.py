@@ -92,7 +92,7 @@ class AttentionSizes(NamedTuple):
     def pairs(self, length: int) -> int:
         """Return about twice the number of (query, key) pairs in a causal document.
 
-        `length`: tokens of the document. Twice, so that the result is an integer.
+        `length`: tokens of the document. The number is doubled so that it is an integer.
         """
         # In a chunk of c tokens, query i sees min(i, r) keys, where r is the window or the number
         # of chosen keys: twice their sum is r^2 + 2 r (c - r) = r (2c - r), without the diagonal.
@@ -119,26 +119,26 @@ class Call(NamedTuple):
 
     kind: Kind
     module: str
-    """The name of the linear, table or experts; for calls that mix tokens, of their block."""
+    """The name of the linear, table or experts; for a call that mixes tokens, that of its block."""
     block: str | None
     """The block that contains the call; None: outside of the blocks."""
     sizes: AttentionSizes | None = None
-    """Attention: its sizes; None for other kinds."""
+    """For attention: its sizes; None for other kinds of calls."""
     route: int | None = None
-    """Experts: the number of experts of each token; None: they are not called as in transformers,
-    so the number is unknown."""
+    """For experts: the number of experts of each token; None: unknown, because the experts are not
+    called as in transformers."""
     weighs: bool = False
-    """Experts: True if the routing weights are among their arguments."""
+    """For experts: True if the routing weights are among the arguments."""
     width: int = 0
-    """Experts with a known `route`: features of a token."""
+    """For experts with a known `route`: the number of features of a token."""
     written: bool = False
-    """Attention: True if the model's code writes into the result, in place."""
+    """For attention: True if the model's code writes into the result, in place."""
     flops: int = 0
-    """Convolutions and scans: FLOPs of the forward for one token."""
+    """For convolutions and scans: the FLOPs of a forward for one token."""
     given: int | None = None
-    """Linears: a number of the input tensor, equal for consecutive calls with the same tensor."""
+    """For linears: a number that is equal for consecutive calls with the same input tensor."""
     ahead: Ahead | None = None
-    """Experts: the module that can be computed when they are called, before its own call."""
+    """For experts: a module that is called later, but can already be computed when these are."""
 
 
 def weights_among(given: Sequence[Any], numbers: Tensor) -> int | None:
@@ -154,7 +154,8 @@ def weights_among(given: Sequence[Any], numbers: Tensor) -> int | None:
 
 
 def same_rows(x: Tensor, tokens: Tensor) -> bool:
-    """Return whether x [.., D], flattened, is the same view of the same memory as tokens [N, D]."""
+    """Return whether x [.., D], flattened to [N, D], has the same memory and strides as
+    `tokens`."""
     rows = x.flatten(0, -2)
     same = memory_of(rows) == memory_of(tokens)
     place = (rows.shape, rows.stride(), rows.storage_offset())
@@ -170,9 +171,9 @@ class BlockOutput(NamedTuple):
 
     spec: TreeSpec
     leaves: tuple[Any, ...]
-    """The leaves of the tree that are not tensors, with None in place of each tensor."""
+    """The flattened output (`tree_flatten`), with None in place of each tensor."""
     sizes: dict[int, tuple[int, ...]]
-    """By index of a leaf that is a hidden state, its sizes after [B, S]."""
+    """By index of a hidden state in the flattened output, its sizes after [B, S]."""
 
     @property
     def width(self) -> int:
@@ -224,7 +225,7 @@ class TokenOutput(NamedTuple):
 
     spec: TreeSpec
     sizes: tuple[tuple[int, ...], ...]
-    """The sizes of each tensor after its token dims."""
+    """The sizes of each tensor of the output after its token dims [B, S] or [B S]."""
     flat: tuple[bool, ...]
     """For each tensor, True if it is [B S, E], like the scores of a router; False if [B, S, ..]."""
 

@@ -98,7 +98,8 @@ class LengthCheck:
         return _Calls(watched).of(self._empty(), self._forward, length)
 
     def _first_other(self, length: int) -> int | None:
-        """Return the index of the first call that differs from the short row; None: none does."""
+        """Return the index of the first call that differs from that of the short row; None: no
+        call."""
         if self._short is None:
             self._short = self._calls(PROBE_TOKENS).noted
         pairs = enumerate(zip_longest(self._short, self._calls(length).noted))
@@ -152,7 +153,7 @@ def _what(short: _Noted | None, long: _Noted | None, step: int) -> str:
 
 
 def _listed(shapes: Any) -> str:
-    """Return shapes as the text of a list of lists, or of one list for a single shape."""
+    """Return shapes as a text such as [[1, 2], [3]], or [1, 2] for a single shape."""
     return str([list(shape) for shape in shapes] if len(shapes) != 1 else list(shapes[0]))
 
 
@@ -214,7 +215,7 @@ class _Calls(TorchFunctionMode):
     def __init__(self, watched: int | None = None) -> None:
         """`watched`: the index of the call whose place in the model's code is recorded.
 
-        None: no call's, which is faster.
+        None: the place of no call is recorded, which is faster.
         """
         super().__init__()
         self.noted: list[_Noted] = []
@@ -275,17 +276,17 @@ class _Calls(TorchFunctionMode):
         self.noted.append(_Noted(name, _numbers(given), shapes))
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Tensor:
-        """Record attention, as `isp.core.mixers.Mixers.attend`; return zeros."""
+        """Record a call of attention, and return zeros; implements `Mixers.attend`."""
         self._note("attention", options, (tuple(q.shape), tuple(k.shape), tuple(v.shape)))
         return q.new_zeros(*q.shape[:3], v.shape[3])
 
     def convolve(self, x: Tensor, weight: Tensor, bias: Tensor | None, dilation: int) -> Tensor:
-        """Record a convolution, as `isp.core.mixers.Mixers.convolve`; return zeros."""
+        """Record a convolution, and return zeros; implements `Mixers.convolve`."""
         self._note("causal_conv1d", dilation, (tuple(x.shape), tuple(weight.shape)))
         return torch.zeros_like(x)
 
     def scan(self, recurrence: Recurrence, inputs: Inputs) -> Tensor:
-        """Record a scan, as `isp.core.mixers.Mixers.scan`; return zeros."""
+        """Record a scan, and return zeros; implements `Mixers.scan`."""
         x = inputs.of_heads[0]
         self._note("scan", repr(recurrence), (tuple(x.shape),))
         return torch.zeros_like(x)

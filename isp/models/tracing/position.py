@@ -82,7 +82,7 @@ class Instead(NamedTuple):
     """The parts of the model that one forward leaves out, and what replaces them."""
 
     left_out: frozenset[str] = frozenset()
-    """Blocks that return `received`, or their input if that is None."""
+    """Blocks that do not run. They return `received`, or their input if `received` is None."""
     received: Tensor | None = None
     """Hidden states from the pipeline stage before; None on the first stage."""
     last_block: str | None = None
@@ -129,7 +129,8 @@ class ForwardPass:
         """The number of calls so far, which is the index of the next one."""
 
     def arrive(self, kind: Kind, module: str) -> Call:
-        """Count a call and return it as traced; raise RuntimeError if it is not the next one."""
+        """Count a call and return its entry in the trace; raise RuntimeError if it is not the
+        next."""
         if self.num_calls < len(self._calls):
             expected = self._calls[self.num_calls]
             if expected.kind is kind and expected.module == module:
@@ -303,7 +304,8 @@ class Position:
         return wrap
 
     def instead(self, module: str) -> Callable[[Tensor], Tensor] | None:
-        """Return what to call in this pass in place of a linear or table; None: the module."""
+        """Return the function to call in place of a linear or table in this pass; None: call the
+        module."""
         return self.current(module).instead.calls.get(module)
 
     @staticmethod

@@ -85,10 +85,10 @@ Forward = Callable[[nn.Module, Tensor, Tensor], Tensor]
 
 
 class ProbeRun(NamedTuple):
-    """How the probe could run a model on random weights."""
+    """The number of tokens and the mode in which the probe could run a model on random weights."""
 
     tokens: int
-    """A number of tokens on which it runs."""
+    """A number of tokens on which the model runs."""
     training: bool
     """True for training mode, False for evaluation mode."""
 
@@ -489,7 +489,7 @@ class _Found(NamedTuple):
 
 
 class _Probe(NamedTuple):
-    """Runs a model without weights on tokens, inside of `local_calls`."""
+    """Runs a model whose weights have no memory on tokens, inside of `local_calls`."""
 
     model: nn.Module
     forward: Forward
@@ -603,7 +603,8 @@ class _Probe(NamedTuple):
         size = len(tokens.rows)
 
         def note(name: str, entered: bool, tensors: Any) -> Any:
-            """Record an event with `tensors`; return these, as views with hooks for backward."""
+            """Record an event with `tensors`; return views of these tensors, which have hooks for
+            backward."""
             # In backward, gradients enter a module where forward leaves it.
             event = _Event(entered != backward, name, [])
             events.append(event)

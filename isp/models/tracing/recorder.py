@@ -117,11 +117,11 @@ class CallRecorder:
         return result
 
     def convolve(self, x: Tensor, weight: Tensor, bias: Tensor | None, dilation: int) -> Tensor:
-        """Record a convolution, as `isp.core.mixers.Mixers.convolve`; return zeros."""
+        """Record a convolution, and return zeros; implements `Mixers.convolve`."""
         return self._mixed(Kind.CONVOLUTION, x, 2 * weight.numel(), weight, bias)
 
     def scan(self, recurrence: Recurrence, inputs: Inputs) -> Tensor:
-        """Record a scan, as `isp.core.mixers.Mixers.scan`; return zeros."""
+        """Record a scan, and return zeros; implements `Mixers.scan`."""
         flops = recurrence.flops(inputs.flat())
         return self._mixed(Kind.SCAN, inputs.of_heads[0], flops, *inputs.constants)
 
@@ -256,8 +256,8 @@ class CallRecorder:
     def _number(self, given: tuple[Any, ...]) -> int:
         """Return a number for the arguments of a linear, for `Call.given`.
 
-        It is the number of the linear before if both are called with the same tensor, and nothing
-        wrote into the tensor in between.
+        It is the number of the previous linear if both are called with the same tensor, and nothing
+        was written into the tensor in between.
         """
         now = (given[0], version_of(given[0])) if given else None
         last, self._given = self._given, now
@@ -269,7 +269,7 @@ class CallRecorder:
 def _read(*tensors: Tensor | None) -> None:
     """Let `Reads` record that these tensors are read, by calling an operation on them.
 
-    They are arguments of mixers, which a trace replaces, so no operation would read them.
+    The tensors are arguments of mixers, which a trace replaces, so no other operation reads them.
     """
     for tensor in tensors:
         if tensor is not None:
@@ -299,7 +299,7 @@ _NUMBERS = (torch.int32, torch.int64)
 def identity_experts(model: nn.Module) -> Iterator[None]:
     """Replace the forward of experts, in this context, by one that returns a copy of its tokens.
 
-    Their own code depends on the values of expert indices, which meta tensors do not have.
+    The experts' own code reads values of expert indices, which meta tensors do not have.
     """
     with ExitStack() as stack:
         for module in model.modules():

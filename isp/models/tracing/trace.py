@@ -68,7 +68,7 @@ class ModelTrace(NamedTuple):
     def parts(self) -> Iterator[tuple[str, tuple[Call, ...]]]:
         """Yield, in order of the forward, each block and each call outside of blocks.
 
-        A block comes with its name and its calls, a call outside of blocks with its module's name.
+        Each is a pair: the name of the block and its calls, or the name of the module and its call.
         """
         # The calls of a block follow each other, because no block is called twice.
         for block, calls in groupby(self.calls, key=lambda call: call.block):
