@@ -136,7 +136,7 @@ def _selective(module: Any, *args: Any, **kwargs: Any) -> Any:
 
     Outside of that call a rank has only a shard of the weight.
     """
-    # If an adapter wraps `dt_proj`, the adapter calls it: run the forward unchanged.
+    # `_Factor` takes a plain linear. If an adapter wraps `dt_proj`, run the forward unchanged.
     if not is_linear(module.dt_proj):
         return type(module).forward(module, *args, **kwargs)
     # An entry in the instance's dict hides the submodule of this name.
