@@ -33,22 +33,24 @@ class ComputeConfig:
     """The keys of `model` that say how to compute a model, whatever the model is."""
 
     adapter: Annotated[AdapterConfig | None, KeyRole.MODEL] = None
-    """Adapters on the model of hf: only they are trained; null: the whole model is."""
+    """Adapters on the model of hf, whose own weights are then frozen; null: the whole model is
+    trained."""
     attention_backend: AttentionBackend = AttentionBackend.AUTO
     """Backend of attention; auto: the fastest that runs here."""
     compile: bool | Literal["auto"] = "auto"
-    """Fuse rotary embedding and SwiGLU into one kernel each by torch.compile, with fewer
-    roundings, and the loss into two; auto: on CUDA. Other models than ISP's own decoder have the
-    loss alone. Each layer costs a fraction of a millisecond of Python, so false may be faster with
+    """Fuse rotary embedding and SwiGLU into one kernel each by torch.compile, with fewer roundings,
+    and the loss into two; auto: on CUDA. In models other than ISP's own decoder, only the loss is
+    compiled. Each layer costs a fraction of a millisecond of Python, so false may be faster with
     few tokens per rank."""
     allow_unchecked: bool = False
     """Train a model that could not be checked for code that mixes tokens outside of attention, with
     a warning; false: refuse it. The check runs the model on the CPU with random weights, and
-    compares what it calls at the length of a row. A model found to mix tokens is always refused."""
+    compares the operations in a row of full length with those in a short one. A model found to mix
+    tokens is always refused."""
     loss_chunk_tokens: CountOrZero = 4096
     """Number of tokens for which a rank computes logits and losses at a time; 0: all at once."""
     router_aux_loss_coef: NotNegative = 0.0
-    """Coefficient of the load-balancing loss of experts; 0: that of config.json, if
+    """Coefficient of the load-balancing loss of experts; 0: the one in config.json, if
     output_router_logits is set there.  Name and loss: transformers."""
     router_z_loss_coef: NotNegative = 0.0
     """Coefficient of the router z-loss, the mean square of the log-sum-exp of router logits."""
@@ -68,19 +70,20 @@ class ComputeConfig:
     during forward, and back one block ahead of backward."""
     checkpoint_segment: CountOrZero = 0
     """Recompute in two levels: keep only the input of every n-th recomputed block, and compute the
-    inputs between again in backward, with one more forward; 0: keep all. With m recomputed blocks
-    in a stage, n = sqrt(m) keeps the least."""
+    inputs of the blocks between again in backward, at the cost of one more forward; 0: keep the
+    inputs of all. With m recomputed blocks in a stage, n = sqrt(m) needs the least memory."""
     checkpoint_norm_outputs: bool = False
     """In blocks that are not recomputed: recompute everything between linears, attention,
     convolutions and scans. In msp mode, inputs of linears are then gathered again. Must be set
     together with checkpoint_mlp_activation."""
     checkpoint_mlp_activation: bool = False
-    """Must be set together with checkpoint_norm_outputs."""
+    """In blocks that are not recomputed: recompute the activation of the MLP, which is a part of
+    what checkpoint_norm_outputs recomputes. Must be set together with it."""
     mlp_tile_tokens: CountOrZero = 0
-    """Compute the MLP for this many tokens at a time, and again in backward. With a value above
-    the tokens of a micro-batch: for all at once; 0: no tiles and no recomputation. The cost is
-    small from 8192 on. With model.hf, it applies to modules of a block with several linears or
-    experts and no attention."""
+    """Number of tokens for which the MLP is computed at a time; backward computes it again. A value
+    above the tokens of a micro-batch: all at a time; 0: no tiles, and nothing is computed again.
+    The cost is small from 8192 on. With model.hf, it applies to modules of a block that contain
+    several linears or experts and no attention."""
 
     def __post_init__(self) -> None:
         if self.checkpoint_distribute_activations and not self.checkpoint:
@@ -110,8 +113,10 @@ class ComputeConfig:
             )
 
     def check_beside(self, other: str) -> None:
-        """Raise ValueError for keys that apply only to isp's decoder, if `other` is run instead."""
-        _ = self.recomputation  # raises for keys that contradict each other
+        """Raise ValueError for keys that have no effect, because `other` runs and not isp's
+        decoder."""
+        # Read the property, which raises for keys that contradict each other.
+        _ = self.recomputation
         if self.compile is True:
             raise ValueError(
                 f"model.compile=true applies only to isp's own model, not to {other}: use auto or"
@@ -154,9 +159,9 @@ class ModelConfig(ComputeConfig):
     hf_overrides: Annotated[dict[str, Any] | None, Absent(None)] = field(default=None, hash=False)
     """Keys of config.json with other values than in the folder of hf, such as {rope_parameters:
     {rope_type: yarn, factor: 4, original_max_position_embeddings: 32768}, max_position_embeddings:
-    131072}, by the names of the installed transformers (rope_scaling: an older one of
+    131072}, by the names of the installed transformers (rope_scaling is the older name of
     rope_parameters). Mappings are merged key by key. In a folder with a text_config, keys are those
-    of text_config. An export writes them to its config.json."""
+    of text_config. An export writes the overridden values to its config.json."""
     vocab_size: Size = 32000
     """Entries of the embedding table and of the logits, at least as many as the tokenizer has."""
     hidden_size: Size = 4096
@@ -281,7 +286,8 @@ class ModelConfig(ComputeConfig):
         and what to use instead.
         """
         size, mode = parallel.tensor.size, parallel.tensor.mode
-        _ = self.recomputation  # raises for keys that contradict each other
+        # Read the property, which raises for keys that contradict each other.
+        _ = self.recomputation
         if mode.splits_features:
             split = {"num_heads": self.num_heads, "num_kv_heads": self.kv_heads}
             for key, value in {**split, **self.mlp_sizes}.items():
@@ -301,7 +307,8 @@ class ModelConfig(ComputeConfig):
                 f" (data.seq_len, times data.micro_bsz if data.pack) in {mode} mode: use"
                 f" {usable(seq_len, size)}"
             )
-        # Ranks take ceil(V/p) entries each: too small a vocabulary leaves the last ranks without.
+        # Each of p ranks takes ceil(V / p) entries, so a small vocabulary leaves no entry for the
+        # last ranks.
         if mode.splits_features and self.vocab_size <= (size - 1) * -(-self.vocab_size // size):
             raise ValueError(
                 f"model.vocab_size={self.vocab_size} leaves some of the {size} tensor ranks"

@@ -85,7 +85,7 @@ class Router(nn.Module):
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Route tokens: x [N, D] -> logits [N, E], weights [N, k], numbers of experts [N, k]."""
         logits = F.linear(x, self.weight)
-        # In float32 at least, as in transformers.
+        # Compute the softmax in float32 at least, as transformers does.
         wide = torch.promote_types(x.dtype, torch.float32)
         weights, numbers = logits.softmax(-1, dtype=wide).topk(self.top_k, dim=-1)
         if self.normed:
@@ -96,8 +96,8 @@ class Router(nn.Module):
 class Experts(nn.Module):
     """SwiGLU experts with stacked weights, with the signature of transformers' experts."""
 
-    # These attributes declare the layout as transformers does: gate and up are the two halves of
-    # one weight [E, 2 F, D].
+    # These attributes declare as in transformers how the stacks are arranged: gate and up are the
+    # two halves of one weight [E, 2 F, D].
     has_gate, is_concatenated, is_transposed = True, True, False
 
     def __init__(self, config: ModelConfig) -> None:
@@ -207,7 +207,7 @@ class Trunk(nn.Module):
 
 @dataclass(frozen=True)
 class _Recorder:
-    """A declaration in transformers' form that output 0 of a `Router` is its logits."""
+    """Declares, as models of transformers do, that output 0 of a `Router` is its logits."""
 
     target_class: type[nn.Module] = Router
     index: int = 0
@@ -238,7 +238,7 @@ class Decoder(nn.Module):
 
     @property
     def tp_plan(self) -> dict[str, str]:
-        """The tensor-parallel plan in transformers' form, for modes that split features."""
+        """The tensor-parallel plan, written as in transformers, for modes that split features."""
         mlps = "mlp", "mlp.shared_expert"
         columns = [f"self_attn.{x}_proj" for x in "qkv"]
         columns += [f"{mlp}.{x}_proj" for mlp in mlps for x in ("gate", "up")]
@@ -255,7 +255,8 @@ class Decoder(nn.Module):
                     nn.init.zeros_(module.bias)
             case nn.RMSNorm():
                 nn.init.ones_(module.weight)
-            case Attention():  # overwrites what the case for nn.Linear has set
+            case Attention():
+                # Overwrite the weight that the case for nn.Linear has set in the submodule.
                 nn.init.normal_(module.o_proj.weight, std=self.init_std_of_outputs)
             case MLP():
                 nn.init.normal_(module.down_proj.weight, std=self.init_std_of_outputs)

@@ -16,7 +16,7 @@ from model.config import ModelConfig
 __all__ = ["CONFIG_FILE", "MIXTRAL", "config_json"]
 
 CONFIG_FILE = "config.json"
-# Model types of transformers.
+# These are model types of transformers.
 _LLAMA, _MISTRAL, _QWEN2, _QWEN3 = "llama", "mistral", "qwen2", "qwen3"
 MIXTRAL, _QWEN2_MOE, _QWEN3_MOE = "mixtral", "qwen2_moe", "qwen3_moe"
 _ARCHITECTURES = {
@@ -63,7 +63,8 @@ def config_json(model: ModelConfig, *, dtype: str, context: int) -> dict[str, An
         "hidden_act": "silu",
         "rms_norm_eps": model.norm_eps,
         "tie_word_embeddings": model.tie_embeddings,
-        "bos_token_id": None,  # without the keys, transformers uses defaults of the family
+        # Without these keys, transformers would use defaults of the model type.
+        "bos_token_id": None,
         "eos_token_id": None,
         **_experts_json(model, family),
         **_window_json(model, family),
@@ -142,21 +143,22 @@ def _window_json(model: ModelConfig, family: str) -> dict[str, Any]:
         kinds = ["sliding_attention"] * model.num_layers
         return {"use_sliding_window": True, "sliding_window": window, "layer_types": kinds}
     used = window is not None
-    layers = 0 if used else model.num_layers  # layers with this index or more have the window
+    # In transformers, layers with the index `max_window_layers` or more have the window.
+    layers = 0 if used else model.num_layers
     return {"use_sliding_window": used, "sliding_window": window, "max_window_layers": layers}
 
 
 def _rope_json(model: ModelConfig) -> dict[str, Any]:
     """Return the keys of config.json for rotary positions.
 
-    They have the form of transformers 4, which version 5 also reads.
+    The keys are those of transformers 4, which version 5 also reads.
     """
     scaling, theta = model.rope_scaling, model.rope_theta
     if scaling is None or scaling.type is RopeScalingType.NONE:
         return {"rope_theta": theta, "rope_scaling": None}
     if scaling.type is RopeScalingType.NTK:
-        # Not as transformers' `dynamic`, which depends on the row's length: isp's NTK scaling does
-        # not, so it is the same as another base.
+        # isp's NTK scaling is the same as another base. It is not transformers' `dynamic`, which
+        # depends on the row's length.
         return {"rope_theta": theta * scaling.base_factor(model.head_size), "rope_scaling": None}
     values: dict[str, Any] = {"rope_type": str(scaling.type), "factor": scaling.factor}
     if scaling.type is not RopeScalingType.LINEAR:

@@ -37,7 +37,7 @@ _QWEN_3 = {
     "qk_norm": True,
 }
 
-# By name of a preset, keys of the `model` section.
+# `PRESETS` has by name of a preset the keys of the `model` section that it sets.
 PRESETS: dict[str, dict[str, Any]] = {
     "tiny": {
         "vocab_size": 272,

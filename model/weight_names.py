@@ -20,12 +20,14 @@ from model.huggingface import MIXTRAL
 
 __all__ = ["ParameterRows", "earlier_names", "exported_rows"]
 
-# By earlier name, the names of the parameters that its rows consist of now.
+# By the name of a parameter in earlier versions, its name now.
 _EARLIER_ENDS = {
     "embedding.weight": "model.embed_tokens.weight",
     "norm.weight": "model.norm.weight",
     "head.weight": "lm_head.weight",
 }
+# The same for the parameters of a block. The rows of one of several names now are consecutive rows
+# of the earlier parameter, in this order.
 _EARLIER_BLOCK: dict[str, tuple[str, ...]] = {
     "attention_norm.weight": ("input_layernorm.weight",),
     "attention.wqkv.weight": tuple(f"self_attn.{x}_proj.weight" for x in "qkv"),

@@ -70,8 +70,9 @@ class BuiltModel:
         return *named, *starmap(self._as_saved, _saved_buffers(self.model).items())
 
     def _as_saved(self, name: str, shape: tuple[int, ...]) -> ShardedParameter:
-        """Return a buffer as a parameter for checkpoints, which shares its memory."""
-        # All stage modules of a rank share one model, with all buffers.
+        """Return the buffer `name` as a parameter in the same memory, for code that saves
+        parameters."""
+        # Any stage module will do: those of a rank share one model, which has all buffers.
         memory = nn.Parameter(self.chunks[0].model.get_buffer(name), requires_grad=False)
         layout = ParameterLayout(global_shape=shape, reduce_over=Axis.STAGE)
         return ShardedParameter(name, memory, layout)
@@ -84,19 +85,21 @@ class BuiltModel:
 
     @property
     def tied_over_stages(self) -> ShardedParameter | None:
-        """The trained tied weight, if this rank has one copy of it and another rank the other.
+        """The trained tied weight, if this rank has only one of its two copies.
 
-        None if the model ties no weights, or if this rank has both stages or neither of them.
+        The first and the last pipeline stage have a copy each. None if the model ties no weights,
+        or if this rank has both stages or neither of them.
         """
         first, last = 0 in self.stages, self.order.num_stages - 1 in self.stages
-        if first == last:  # this rank has both stages, which share one copy, or neither of them
+        # This rank has both the first and the last stage, which share one copy, or neither of them.
+        if first == last:
             return None
         return next((p for p in self.trained if p.name == self.model.tied_weight), None)
 
     @property
     def counted_elsewhere(self) -> tuple[str, ...]:
-        """The names of parameters that the gradient norm leaves out, because it counts their copy
-        on another stage."""
+        """The names of parameters that the gradient norm leaves out on this rank, because the rank
+        of the first stage counts its copy of the same weight."""
         tied = self.tied_over_stages
         return () if tied is None or 0 in self.stages else (tied.name,)
 
@@ -147,7 +150,8 @@ def build_model(
     chunks = model.build(layers, stages, order.num_stages)
     for chunk in chunks:
         chunk.init_weights(seed)
-    # Once for all stages of the rank: one prefetch plan covers them.
+    # Declare the weights of all stages of the rank in one call, because one prefetch plan covers
+    # them.
     if isinstance(weights, ISPCommunicator):
         weights.declare([chunk.weight_blocks() for chunk in chunks])
     return BuiltModel(
@@ -164,10 +168,11 @@ def build_model(
 def _communicator(weight: WeightConfig, mesh: Mesh, device: torch.device) -> ISPCommunicator:
     """Make the communicator of the weight group.
 
-    With `weight.reduces_apart`, reductions get process groups of their own, so that gathers do
-    not queue behind them.
+    With `weight.reduces_apart`, reductions get other process groups than gathers, so that gathers
+    do not wait for reductions.
     """
-    # True: an all-to-all, and sums on this rank; None: the channel chooses.
+    # True: a reduce-scatter is an all-to-all and a sum on this rank; False: that of torch; None:
+    # the channel chooses by backend.
     sum_locally = {"auto": None, "all_to_all": True, "reduce_scatter": False}[weight.reduce_by]
     reduces = {axis: mesh[axis] for axis in (Axis.WEIGHT, Axis.EXPERT_WEIGHT)}
     if weight.reduces_apart:
@@ -199,7 +204,11 @@ def shape_only(
     embed_split_hidden: bool = False,
     experts_stay: bool = False,
 ) -> tuple[StageModule, ...]:
-    """Return the stage modules that a single rank would have, on the meta device."""
+    """Build the stage modules of a single rank on the meta device, where no weight is cut.
+
+    For code that needs shapes and the declared uses but no values, such as prefetch plans.
+    `embed_split_hidden`, `experts_stay`: see `RankLayers`.
+    """
     solo = Channel.solo()
     layers = RankLayers(
         mode=mode,
@@ -215,7 +224,8 @@ def shape_only(
 
 
 def trained_layouts(model: TracedModel) -> dict[str, ParameterLayout]:
-    """Return by name the layout of each trained parameter of the whole model on a single rank."""
+    """Return by name the `ParameterLayout` (shape, cut dim) of each trained parameter on one
+    rank."""
     (whole,) = shape_only(model, Mode.ISP)
     return {p.name: p.layout for p in whole.shards() if p.parameter.requires_grad}
 

@@ -70,13 +70,14 @@ class Forwards:
         self._installed = True
         for module, wrappers in self._wrappers.items():
             forward = module.forward
-            for wrap in sorted(wrappers, reverse=True):  # from the innermost
+            # Apply the innermost wrapper first: each further one is put around the result.
+            for wrap in sorted(wrappers, reverse=True):
                 forward = wrappers[wrap](forward)
             set_forward(module, forward)
 
 
 def set_forward(module: nn.Module, forward: ModuleForward) -> None:
-    """Replace the forward of this instance; its class keeps its own."""
+    """Replace the forward of one module; other modules of its class keep theirs."""
     module.forward = forward
 
 

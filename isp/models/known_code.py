@@ -63,7 +63,7 @@ def check_code(model: nn.Module, *, allow_unchecked: bool = False) -> None:
     """Raise ValueError if ISP's own code may differ from the code of the model that it replaces.
 
     Code that is not in `KNOWN` is compared in a small copy of the model, which takes some seconds,
-    once per process. If the comparison cannot run, raises ValueError, too, or warns if
+    once per process. If the comparison cannot run, also raises ValueError, or only warns with
     `allow_unchecked`. See [Note: Known code].
     """
     unknown = unknown_code(model)
@@ -98,7 +98,7 @@ def check_code(model: nn.Module, *, allow_unchecked: bool = False) -> None:
 
 
 class _DiffersError(ValueError):
-    """The error for ISP's own code if its results differ from those of the code it replaces."""
+    """Raised if ISP's own code gives other results than the model's code that it replaces."""
 
 
 # -- sources -----------------------------------------------------------------------------------
@@ -119,10 +119,12 @@ def _is_known(space: str, name: str) -> bool:
     """
     try:
         text = inspect.getsource(sys.modules[space])
-    except (KeyError, OSError, TypeError):  # there is no file, or the module is not registered
+    except (KeyError, OSError, TypeError):
+        # There is no source file, or the Python module is not in `sys.modules`.
         return False
     found = source_hash(text, name)
-    # transformers copies these functions from file to file. None: this file imports the function.
+    # transformers copies these functions from file to file, so any known copy will do. `found` is
+    # None if this file imports the function.
     if name in FREE_FUNCTIONS:
         return found in (None, *known_code()[name])
     return found in known_code().get(f"{space}.{name}".removeprefix(PLACE), ())
@@ -146,7 +148,8 @@ def source_hash(text: str, name: str) -> str | None:
     return hashlib.sha256(repr(sorted(found.items())).encode()).hexdigest()[:12]
 
 
-@lru_cache(maxsize=2)  # several classes of one file come in a row
+# The classes of one file are looked up one after the other, so two texts suffice.
+@lru_cache(maxsize=2)
 def _definitions(text: str) -> dict[str, list[ast.stmt]]:
     """Return by name the statements at the top level of a module's `text` that define the name."""
     found = defaultdict[str, list[ast.stmt]](list)
@@ -165,7 +168,8 @@ def _plain(node: Any) -> Any:
 
     Empty fields are left out, because newer versions have more of them.
     """
-    if isinstance(node, ast.JoinedStr):  # versions of Python parse these differently
+    if isinstance(node, ast.JoinedStr):
+        # Versions of Python parse f-strings differently, so leave out what they contain.
         return "f-string"
     if isinstance(node, ast.AST):
         fields = ((n, _plain(x)) for n, x in ast.iter_fields(node) if x is not None and x != [])
@@ -197,7 +201,8 @@ class _Case:
     """The beginning of each message about the unknown code."""
 
 
-@cache  # once per process
+# Cached, so that each case is compared once per process.
+@cache
 def _compare(case: _Case) -> None:
     """Compare a small copy of the model with the same copy run by ISP; log that they are equal.
 
@@ -209,7 +214,8 @@ def _compare(case: _Case) -> None:
     # Warnings about the small model would be repeated for the real one.
     logging.disable(logging.WARNING)
     try:
-        cpu = torch.device("cpu")  # the caller may have set another default device
+        # Make all tensors on the CPU, even if the caller has set another default device.
+        cpu = torch.device("cpu")
         with torch.random.fork_rng(devices=[]), torch.enable_grad(), cpu:
             torch.default_generator.manual_seed(0)
             small = tiny_model(case.config)

@@ -101,7 +101,8 @@ def _read_and_traced(
             return TracedModel(
                 model, weights=weights, in_place=False, allow_unchecked=allow_unchecked
             )
-    except OverrideError:  # its message names `model.hf_overrides`
+    except OverrideError:
+        # Pass it on unchanged: its message names the key `model.hf_overrides`.
         raise
     except ValueError as error:
         raise ValueError(f"model.hf={folder}: {error}") from None
@@ -196,11 +197,13 @@ def plain_model(
     if not kind.can_generate():
         raise ValueError(f"{folder} contains a {kind.__name__}, which generates no text")
     if state is None:
-        # Raises if the files are of another model. transformers would load the weights that fit.
+        # Call this only for its error if the files are of another model: transformers would load
+        # the weights that fit.
         _weights_of(empty, Path(folder))
     config = overridden_config(folder, overrides)
     if state is not None and hasattr(config, "quantization_config"):
-        del config.quantization_config  # `state` is not quantized
+        # The weights in `state` are not quantized, so transformers must not expect it.
+        del config.quantization_config
     try:
         model, info = kind.from_pretrained(
             folder if state is None else None,
@@ -217,7 +220,8 @@ def plain_model(
         raise ValueError(
             f"transformers {transformers.__version__} cannot load {folder}: {first_line(error)}"
         ) from None
-    if missing := sorted(info["missing_keys"]):  # transformers fills these with random numbers
+    if missing := sorted(info["missing_keys"]):
+        # transformers has filled the missing weights with random numbers.
         raise ValueError(
             f"{folder} lacks {len(missing)} weights of the model, such as {missing[0]}"
         )
@@ -286,14 +290,17 @@ def _weights_of(model: Any, folder: Path) -> _Files | _Random:
     check_readable(getattr(model.config, "quantization_config", None))
     files = ConvertedFiles(folder, model)
     if hasattr(model.config, "quantization_config"):
-        del model.config.quantization_config  # weights are saved without quantization
-    # Tensors of the files that the trained model lacks: not checked, only copied by an export.
+        # Weights are saved without quantization, so the saved configuration must not name one.
+        del model.config.quantization_config
+    # `untrained`: the tensors of the files that the trained model lacks. They are not checked, and
+    # an export copies them.
     tower = tuple(f"{name}." for name in take_out_tower(model))
     names = _names(model)
     untrained = {name for name in files.names if name.startswith(tower)}
     untrained |= {*_ignored(model, files.names)}
     tensors, aliases = {}, {*untrained}
-    for of_one in names.values():  # a tied weight may be in the files by any of its names
+    # A tied weight may be in the files under any of its names.
+    for of_one in names.values():
         there = next((name for name in of_one if name in files.names), of_one[0])
         tensors[there] = attrgetter(there)(model)
         aliases.update(of_one)
@@ -326,8 +333,8 @@ def kept_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 def _ignored(model: Any, names: Iterable[str]) -> Iterator[str]:
     """Yield those of the `names` in a model's files that no code loads.
 
-    transformers ignores them, too: those that the class lists, and the rotary angles that earlier
-    versions of transformers saved for each layer.
+    transformers does not load these either: the names that the model's class lists as ignored, and
+    the rotary angles that earlier versions of transformers saved for each layer.
     """
     own = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
     patterns = (r"rotary_emb\.inv_freq$", *own)
@@ -348,8 +355,8 @@ class _Files:
     def untrained(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the tensors of the files that the trained model lacks, one in memory at a time.
 
-        These are a vision tower's, and those that transformers ignores, such as DeepSeek-V3's heads
-        for further tokens.
+        They are the tensors of a vision tower, and tensors that transformers does not load, such as
+        DeepSeek-V3's heads for further tokens.
         """
         there = dict.fromkeys(n for name in self._untrained for n in self._files.made_of(name))
         return ((name, self._files.read_block(name, ())) for name in there)
@@ -382,8 +389,9 @@ class _Random:
     """
 
     def __init__(self, model: nn.Module, drawn_as: Mapping[str, RowsOf] | None = None) -> None:
-        """`drawn_as`: by name of a parameter, the rows of another name whose random numbers it
-        gets, as when it was a part of that parameter in an earlier version."""
+        """`drawn_as`: by name of a parameter, another parameter and the rows of it whose random
+        numbers it gets. So it gets the same values as in an earlier version, in which it was a part
+        of the other parameter."""
         self._shape = model
         """The model, with parameters on the meta device; never changed."""
         self._drawn_as = drawn_as or {}
@@ -396,8 +404,8 @@ class _Random:
     def check(self) -> None:
         """Raise ValueError for a parameter that the model's `_init_weights` does not initialize.
 
-        Where the recorded initialization of a module is elementwise, no weight is made. The weights
-        of other modules are made and checked for NaN, one module at a time.
+        If the initialization of a parameter could be recorded, no weight is made to check it. The
+        weights of other modules are made and checked for NaN, one module at a time.
         """
         shape: Any = copy.deepcopy(self._shape)
         for owner, module in shape.named_modules():
@@ -406,7 +414,8 @@ class _Random:
             unknown = [local for local in own if not drawn[local].known]
             values = _initialized(shape, owner, 0) if unknown else {}
             for local in own:
-                # Not initialized: still NaN, or no operation was recorded.
+                # A parameter is not initialized if it is still NaN, or if no operation on it was
+                # recorded.
                 left = values[local].isnan().any() if local in unknown else not drawn[local].calls
                 if left:
                     raise ValueError(
@@ -438,13 +447,16 @@ class _Random:
             owner, _, local = name.rpartition(".")
             if owner != owner_before:
                 drawn, values, owner_before = _recorded(shape, owner), {}, owner
-            if drawn[local].known:  # draw the numbers of the shard alone
+            if drawn[local].known:
+                # The initialization is recorded, so only the numbers of the shard are drawn.
                 source = self._drawn_as.get(name, RowsOf(name))
                 own = drawn[local].shard(layout, MasterStream(seed, *source))
-            else:  # run the model's own code on the whole weight, and keep the shard
+            else:
+                # Run the model's own code on the whole weight, and keep the shard.
                 values = values or _initialized(shape, owner, seed)
                 own = layout.shard(values[local])
-            if own.isnan().any():  # a parameter that no code initialized: let `check` name it
+            if own.isnan().any():
+                # No code has initialized this parameter: `check` raises an error that names it.
                 self.check()
             item.parameter.copy_(own)
 
@@ -462,7 +474,8 @@ def begun_by_the_model(
         return None
     if len(empty) < sum(1 for _ in model.parameters()):
         raise ValueError(
-            f"{empty[0]} is on the meta device, but other parameters are not: load it, too"
+            f"{empty[0]} is on the meta device, but other parameters are not: load all"
+            f" weights, or none"
         )
     twin, kind = model, type(model)
     if any(buffer.is_meta for buffer in model.buffers()):
@@ -472,7 +485,8 @@ def begun_by_the_model(
                 f"{kind.__name__} has buffers on the meta device, so their values are lost: build"
                 " it inside isp.parameters_on_meta(), which keeps buffers"
             )
-        with parameters_on_meta():  # a new model of the same class computes its buffers again
+        # Make a new model of the same class: its code computes the buffers again.
+        with parameters_on_meta():
             twin = kind(config)
         for name, buffer in twin.named_buffers():
             owner, _, local = name.rpartition(".")
@@ -496,10 +510,10 @@ def _own_parameters(module: nn.Module, device: str) -> Iterator[dict[str, Tensor
 
 
 def _initialize(shape: Any, owner: str) -> None:
-    """Initialize the own parameters of the module `owner` as the model does, or else as torch does.
+    """Initialize the parameters of the module `owner` itself, by the code of the model or of torch.
 
-    The modules around it are initialized after it, because GPT-2's blocks rescale the weights of
-    some linears inside them.
+    Modules that contain `owner` are initialized afterwards, because GPT-2's blocks rescale the
+    weights of some of their linears.
     """
     module = shape.get_submodule(owner)
     if not hasattr(shape, "_init_weights"):
@@ -513,7 +527,8 @@ def _initialize(shape: Any, owner: str) -> None:
 
 
 def _recorded(shape: Any, owner: str) -> dict[str, Drawing]:
-    """Return by local name how the own parameters of a module are initialized, without values."""
+    """Return by local name the recorded initialization of a module's own parameters, without
+    values."""
     with _own_parameters(shape.get_submodule(owner), "meta") as own, torch.random.fork_rng([]):
         return drawings(own, lambda: _initialize(shape, owner))
 

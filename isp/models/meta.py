@@ -27,7 +27,8 @@ def parameters_on_meta() -> Iterator[None]:
 
     def without_memory(_: nn.Module, __: str, parameter: nn.Parameter) -> nn.Parameter | None:
         if parameter.is_meta:
-            return None  # torch then registers the parameter itself
+            # With None, torch registers the given parameter unchanged.
+            return None
         grad = parameter.requires_grad
         return nn.Parameter(parameter.detach().to("meta"), requires_grad=grad)
 
@@ -52,9 +53,9 @@ def on_meta(model: nn.Module) -> nn.Module:
 def copied(model: nn.Module, instead: dict[int, Any]) -> nn.Module:
     """Return a deep copy of a model in which some objects are replaced.
 
-    `instead`: the replacements, by `id` of the object. It is the memo of `copy.deepcopy`, and gets
-    entries for the dozen empty dicts of hooks that each module has: `copy.deepcopy` is slow for
-    these, and with the entries two to four times as fast.
+    `instead`: the replacements, by `id` of the object, as `copy.deepcopy` takes them (its memo).
+    Each module has a dozen empty dicts for hooks, which `copy.deepcopy` is slow to copy:
+    replacements for these are added to `instead`, and make the copy two to four times as fast.
     """
     for module in model.modules():
         for value in vars(module).values():

@@ -54,20 +54,22 @@ def at_positions(positions: Tensor) -> Iterator[None]:
 def give_positions(model: nn.Module) -> None:
     """Make tables of learned positions look up `current_positions`, in place.
 
-    Without this, such a table of transformers counts the tokens it is given, which on a rank are
-    only a part of the sequence. It is recognized by its optional argument `position_ids`; its other
-    arguments are renamed every few versions of transformers, so they are not looked at.
+    Without this, a table of transformers counts positions from the tokens that it is given, which
+    on a rank are only a part of the sequence. It is recognized by its optional argument
+    `position_ids`; its other arguments are renamed every few versions of transformers, so they are
+    not looked at.
     """
     for module in model.modules():
         if isinstance(module, nn.Embedding):
             takes = inspect.signature(type(module).forward).parameters
             if "position_ids" in takes and takes["position_ids"].default is None:
-                # Called before the trace, which so sees this forward as the module's own code.
+                # The model is traced after this, so the trace sees this forward as the module's own
+                # code.
                 set_forward(module, partial(_look_up, module.forward))
 
 
 def _look_up(table: Callable[..., Tensor], tokens: Tensor, *_: Any, **__: Any) -> Tensor:
-    """Return rows of a table of positions for all tokens, [B, S', D]."""
+    """Look up the current positions of all tokens in a table of positions, [B, S', D]."""
     positions = current_positions()
     # These tables of transformers take the positions of one sequence, [S'], so join the rows.
     return table(tokens, position_ids=positions.flatten()).view(*positions.shape, -1)
@@ -86,7 +88,8 @@ def token_lengths(positions: Tensor, cu_seqlens: Tensor | None, layers: RankLaye
     ranks = layers.sequence or SequenceRanks.by_heads(layers.tensor)
     lengths = cu_seqlens.diff().long()
     each = lengths.repeat_interleave(lengths).view(len(positions), -1)  # [B, S]
-    (each,) = ranks.arranged([each], cu_seqlens)  # the order in which ranks have their parts
+    # Put the lengths in the order in which the ranks have their tokens.
+    (each,) = ranks.arranged([each], cu_seqlens)
     own = each.chunk(parts, 1)[layers.tensor.rank if parts > 1 else 0]
     return pinned_memory.send(own.contiguous(), positions.device)
 

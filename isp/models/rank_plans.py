@@ -23,24 +23,29 @@ __all__ = ["RankPlan", "RankShape", "marked", "rank_plans", "rank_shapes", "sche
 
 
 class RankShape(NamedTuple):
-    """The stages of a model on one pipeline rank, with whole weights."""
+    """The facts about the stages of one pipeline rank that a prefetch plan is made from.
+
+    Shapes are those of whole weights, not of shards. It has no tensors.
+    """
 
     chunks: Chunks
     """The declared blocks of each stage, with the uses of their weights."""
     layouts: dict[str, ParameterLayout]
-    """By name in `chunks`, the layout of each parameter or fused parameter, in declared order."""
+    """By name in `chunks`, the `ParameterLayout` (shape, cut dim) of each parameter, in declared
+    order; fused linears have one parameter."""
     tied: str | None
     """The name in `chunks` of the model's tied weight; None: the rank does not have it."""
     frozen: frozenset[str]
     """The names in `layouts` of parameters that are not trained."""
     trained: dict[str, ParameterLayout]
-    """By name in the model, the layout of each trained parameter, also of those that are fused."""
+    """By name in the model, the `ParameterLayout` of each trained parameter; each of several fused
+    linears has its own."""
 
 
 def rank_shapes(
     model: TracedModel, whole: StageModule, order: PipelineOrder
 ) -> tuple[RankShape, ...]:
-    """Return the declared blocks and layouts of each rank of a pipeline.
+    """Return the `RankShape` of each rank of a pipeline.
 
     `whole`: the whole model as built on one rank, on the meta device; the recomputation that it was
     built with does not matter.
@@ -54,7 +59,7 @@ def rank_shapes(
 
 
 def _rank_shape(model: TracedModel, own: list[StageModule]) -> RankShape:
-    """Return the declared blocks and layouts of a rank that has the stage modules `own`."""
+    """Return the `RankShape` of a rank that has the stage modules `own`."""
     declared = tuple(chunk.weight_blocks() for chunk in own)
     shards = [item for chunk in own for item in chunk.shards()]
     # In `items` fused linears (q, k and v) are one parameter, named as in `declared`.
@@ -123,7 +128,8 @@ def rank_plans(model: TracedModel, parallel: ParallelConfig, micro_num: int) -> 
             f" isp"
         )
     found = []
-    # If the expert group is the whole weight group, each expert is on one rank: no gather.
+    # If the expert group is as large as the weight group, each expert is whole on one rank, and no
+    # rank gathers its weights.
     stay = 1 < parallel.expert.size == parallel.weight.size
     (whole,) = shape_only(model, mode, experts_stay=stay)
     for rank, shape in enumerate(rank_shapes(model, whole, order)):

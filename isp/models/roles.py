@@ -91,12 +91,14 @@ def roles_of(
 ) -> dict[str, ParameterRole]:
     """Return the role of each parameter by name.
 
-    `called`: the modules whose calls the trace contains. `whole`: small linears whose weights other
-    code reads, which become vectors. `read`: all parameters that other code reads; biases of
-    linears among them become vectors, too.
+    `called`: the modules whose calls the trace contains. `whole`: small linears that stay whole on
+    each rank, because code other than their forward reads their weights: they get the role VECTOR.
+    `read`: all parameters that such code reads; if one is the bias of a linear, it also gets the
+    role VECTOR.
     """
     roles: dict[str, ParameterRole] = {}
-    first_name = {id(p): name for name, p in model.named_parameters()}  # of a shared parameter
+    # A parameter that several modules share has its role under its first name.
+    first_name = {id(p): name for name, p in model.named_parameters()}
     for name, module in model.named_modules():
         for local, parameter in module.named_parameters(recurse=False):
             role = ParameterRole.VECTOR
@@ -104,7 +106,8 @@ def roles_of(
                 role = _role(model, name, module, parameter, called)
             shared = first_name[id(parameter)]
             before = roles.get(shared)
-            if before is None or not before.is_cut:  # cut if it is cut in any module that has it
+            # A shared parameter is cut if it would be cut in any of its modules.
+            if before is None or not before.is_cut:
                 roles[shared] = role
     return roles
 
@@ -115,7 +118,8 @@ def _role(
     """Return the role of a parameter of `module`, as if no other module had the parameter."""
     if is_linear(module) or isinstance(module, nn.Embedding):
         return ParameterRole.SHARDED if name in called else ParameterRole.IDLE
-    if parameter.numel() == max(parameter.shape, default=1):  # [N], or [1, N] of ernie4_5_moe
+    if parameter.numel() == max(parameter.shape, default=1):
+        # The parameter is a vector [N], or in ernie4_5_moe [1, N].
         return ParameterRole.VECTOR
     if holds_experts(module):
         stack = name in called and parameter.dim() == 3
@@ -130,7 +134,7 @@ def _role(
 def holds_experts(module: nn.Module) -> bool:
     """Return whether a module has stacked weights of experts [E, .., ..], and no linears.
 
-    Mixers such as Zamba's have weights [H, .., ..], too, but also linears.
+    A mixer such as Zamba's also has weights of three dims [H, .., ..], but it has linears.
     """
     if type(module).__module__.startswith("torch.") or any(map(is_linear, module.children())):
         return False

@@ -54,7 +54,7 @@ _Found = TypeVar("_Found")
 
 
 def position_rows(model: nn.Module, tables: Iterable[nn.Module]) -> int | None:
-    """Return the rows of the smallest table of learned positions; None if there is none.
+    """Return the number of positions in the smallest table of learned positions; None: no table.
 
     `tables`: all embeddings of the model except that of its tokens. A table counts as one of
     positions if it has at least as many rows as config.json has positions, since a few models also
@@ -73,7 +73,8 @@ def position_rows(model: nn.Module, tables: Iterable[nn.Module]) -> int | None:
 
 
 class TracedModel:
-    """A model and its trace; it checks layouts, and builds stage modules for any of them."""
+    """A model and its trace; it checks if a layout fits, and builds stage modules for any
+    layout."""
 
     def __init__(
         self,
@@ -151,14 +152,16 @@ class TracedModel:
             )
 
     def _empty(self) -> nn.Module:
-        """Return a copy of `shape`, the model on the meta device, that callers may change."""
+        """Return a copy of `shape`, the model on the meta device, whose modules callers may
+        change."""
         # Parameters are shared with `shape`: callers replace them, and never write into them.
         return copied(self.shape, {id(p): p for p in self.shape.parameters()})
 
     def with_options(self, **keys: Any) -> TracedModel:
         """Return a copy of this model with new values of attributes, without tracing again.
 
-        `keys`: the new values, by name of an argument of `__init__` that is an attribute, too.
+        `keys`: the new values by name of an attribute, such as `recomputation`. Most attributes
+        have the name of the argument of `__init__` that sets them.
         """
         other = copy.copy(self)
         assert keys.keys() <= vars(other).keys(), keys
@@ -193,7 +196,8 @@ class TracedModel:
 
     @property
     def hidden_size(self) -> int:
-        """The number of features of a token between blocks, over all hidden states of a block."""
+        """The number of features of a token between blocks, in all hidden states that a block
+        returns."""
         form = self.trace.outputs.get(self.trace.blocks[0])
         return self._first_table.embedding_dim if form is None else form.width
 
@@ -226,7 +230,7 @@ class TracedModel:
 
     @property
     def checkpoints_frozen(self) -> bool:
-        """True if checkpoints contain frozen weights; with adapters, the base model has them."""
+        """True if checkpoints contain frozen weights; with adapters, they do not."""
         return not hasattr(self.model, "peft_config")
 
     def flops(self, document_lengths: Iterable[int]) -> int:
@@ -238,7 +242,7 @@ class TracedModel:
         that the number measures the work that is required and not the work that is done.
         """
         lengths = list(document_lengths)
-        # 2 FLOPs per multiply-add, three times: forward, dgrad and wgrad.
+        # A multiply-add counts 2 FLOPs, three times: in forward, dgrad and wgrad.
         total = 6 * self.trace.multiplied * sum(lengths)
         for sizes in self.trace.attentions:
             size = sizes.head_size + sizes.value_size
@@ -255,7 +259,7 @@ class TracedModel:
     def attention_windows(self) -> Windows:
         """Each attention window with its number of blocks; empty for a model without attention.
 
-        For packed sequences they decide which rank gets which tokens.
+        For packed sequences the windows decide which rank gets which tokens.
         """
         return tuple(Counter(sizes.window for sizes in self.trace.attentions).items())
 
@@ -263,7 +267,8 @@ class TracedModel:
     def learned_positions(self) -> int | None:
         """The number of rows of the smallest table of learned positions; None if there is none."""
         names = dict.fromkeys(self.trace.tables)
-        tables = [self.shape.get_submodule(name) for name in names][1:]  # the first: tokens
+        # Leave out the first table, which is that of the tokens.
+        tables = [self.shape.get_submodule(name) for name in names][1:]
         return position_rows(self.model, tables)
 
     def with_head_size(self, parallel: ParallelConfig) -> ParallelConfig:
@@ -306,7 +311,8 @@ class TracedModel:
             self._try_shares(parallel.tensor.size)
 
     def check_length(self, parallel: ParallelConfig, tokens: int) -> None:
-        """Raise ValueError if results in rows of this many `tokens` depend on the rows' length.
+        """Raise ValueError if the model computes other results because rows have this many
+        `tokens`.
 
         Rows up to 9/8 of the longest one that was checked before are not checked again.
         """
@@ -373,12 +379,16 @@ class TracedModel:
         if size == 1:
             return
 
-        def check_shapes() -> None:  # on meta tensors: that the code runs, and where it attends
+        # Runs on meta tensors, and checks that the code runs and with which heads it calls
+        # attention.
+        def check_shapes() -> None:
             build = partial(self._chunk, stages=stages_of(self.shape, self.trace, 1))
             run_with_a_share(build, self.shape, self.trace, self._tensor_plan, size)
 
-        def check_values() -> None:  # on the CPU: that a share gives the share of the results
-            if self._probed:  # otherwise the model is not known to run on the CPU
+        # Runs on the CPU, and checks that a share of the features gives that share of the results.
+        def check_values() -> None:
+            if self._probed:
+                # Without a probe that ran, it is not known whether the model runs on the CPU.
                 whole = self.shape, self.model.buffers(), self.trace, self.interface.forward
                 check_shares(*whole, self._tensor_plan, size, self._probed)
 
@@ -406,7 +416,7 @@ class TracedModel:
         *,
         attention: LocalAttention | None = None,
     ) -> tuple[StageModule, ...]:
-        """Return the stage modules of a rank that has these of `num_stages` pipeline stages.
+        """Build the stage modules of a rank that has the pipeline `stages`, of `num_stages` in all.
 
         Weights that have a source are not initialized yet: call `StageModule.init_weights`. A
         weight that two of the stages use is one parameter. `attention` computes attention over
@@ -428,7 +438,9 @@ class TracedModel:
         else:
             model = self.model if self._in_place else copy.deepcopy(self.model)
             self.interface.connect(model)
-            for name in self.trace.unused:  # `freeze_unused` froze those of `shape`
+            # Freeze them here as well, because `freeze_unused` froze only the parameters of
+            # `shape`.
+            for name in self.trace.unused:
                 model.get_parameter(name).requires_grad_(False)
         local = local_of(layers, self.attention_backend, attention)
         plan = self._tensor_plan if layers.splits_features else None
@@ -477,6 +489,7 @@ class TracedModel:
         )
 
     def _router_losses(self) -> RouterCoefficients:
-        """Return the coefficients of router losses; each that is 0 is taken from the model."""
+        """Return the coefficients of router losses; a 0 is replaced by the model's own
+        coefficient."""
         asked, own = self.router_losses, self.interface.router_coefficients(self.model)
         return RouterCoefficients(*(a or b for a, b in zip(asked, own, strict=True)))

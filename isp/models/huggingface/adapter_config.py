@@ -39,15 +39,15 @@ class AdapterConfig:
     """Modules that get an adapter: a list of name suffixes such as [q_proj], a regular expression
     for the whole name such as .*q_proj, or all-linear; null: PEFT's choice for the model."""
     exclude_modules: str | tuple[str, ...] | None = None
-    """Modules that get no adapter, in the form of target_modules."""
+    """Modules that get no adapter, given in the same ways as target_modules."""
     target_parameters: tuple[str, ...] | None = None
     """Parameters that get an adapter, by name suffix: stacks of experts such as
-    mlp.experts.gate_up_proj. Each call builds their whole weights, which are kept for backward in
-    blocks that are not recomputed."""
+    mlp.experts.gate_up_proj. Each call computes the sum of a stack and its adapter's product for
+    all experts, which stays in memory until backward in blocks that are not recomputed."""
     bias: Literal["none", "all", "lora_only"] = "none"
     """Biases that are trained as well: none, all, or those of modules with adapters."""
     use_rslora: bool = False
-    """Scale the adapter's output by lora_alpha / sqrt(r) instead."""
+    """Scale the adapter's output by lora_alpha / sqrt(r) instead of lora_alpha / r."""
     use_dora: bool = False
     """DoRA is not supported: must be false."""
 
@@ -121,7 +121,8 @@ def _read(folder: str) -> dict[str, Any]:
     drawn = odd.pop("init_lora_weights", True)
     if drawn not in (True, False, "gaussian"):
         odd["init_lora_weights"] = drawn
-    odd = {name: value for name, value in odd.items() if value}  # null, false or {}: not used
+    # A key with null, false or {} is a feature that the adapter does not use: ignore it.
+    odd = {name: value for name, value in odd.items() if value}
     if file.get("peft_type") != "LORA":
         odd["peft_type"] = file.get("peft_type")
     if odd:

@@ -36,7 +36,7 @@ _MOST_BYTES = 2**33
 
 
 def adapted(model: Any, adapter: AdapterConfig, base: str) -> Any:
-    """Return a copy of `model` with adapters, on the meta device as `model`.
+    """Return a copy of `model` with adapters; both models are on the meta device.
 
     `base`: the model's folder, which the adapter's configuration names as its base model. Raises
     ValueError for keys that do not fit the model.
@@ -63,11 +63,14 @@ def _with_adapters(model: Any, adapter: AdapterConfig) -> Any:
     limits = limited(pattern, seconds=_MOST_SECONDS, most_bytes=_MOST_BYTES)
     try:
         with limits, warnings.catch_warnings():
-            warnings.simplefilter("ignore", FutureWarning)  # PEFT uses deprecated transformers API
-            # Adapters of another dtype than the base model's would be converted at every call.
+            # Hide these warnings, because PEFT uses functions of transformers that are deprecated.
+            warnings.simplefilter("ignore", FutureWarning)
+            # Keep adapters in the base model's dtype: otherwise they would be converted at every
+            # call.
             return get_peft_model(model, keys, autocast_adapter_dtype=False)
     except ValueError as error:
-        if str(error).startswith(pattern):  # raised by `limits`, whose message says what to do
+        # `limits` raised this error, and its message already says what to do: pass it on.
+        if str(error).startswith(pattern):
             raise
         raise ValueError(
             f"{pattern}:"
@@ -112,14 +115,16 @@ def _check_same_adapter(
     if odd:
         raise ValueError(
             f"{where} belongs to another model: {odd[0]} is {there.get(odd[0], 'missing')} there"
-            f" and {own.get(odd[0], 'missing')} here"
+            f" and {own.get(odd[0], 'missing')} in the adapter of this configuration: set model.hf"
+            f" and model.adapter to those that it was trained with"
         )
 
 
 def _hint(targets: str | Sequence[str] | None, linears: Set[str]) -> str:
-    """Return a hint for a mistyped `target_modules`; empty without one.
+    """Return a sentence that says how to correct `targets`, the user's `target_modules`, or "".
 
-    Names of linear layers must be a list, not a text; all-linear must be a text, not a list.
+    Two mistakes are found: names of linear layers given as a text instead of a list, and all-linear
+    given in a list instead of a text.
     """
     if isinstance(targets, str) and (names := re.split(r"[\s,]+", targets)) and {*names} <= linears:
         return (

@@ -39,11 +39,12 @@ _DROPOUT = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")
 
 
 def with_sizes(section: Mapping[str, Any], decided: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a `model` section with the sizes in the folder `hf`, and with its adapter's keys.
+    """Return the `model` section, completed by the sizes in the folder `hf` and adapter keys.
 
-    `decided`: the keys that the folder decides, with their defaults, which apply if neither
-    config.json nor its model type has the size. Raises ValueError for a folder without config.json,
-    and for a section in which one of these keys differs from the folder.
+    `decided`: the keys whose values the folder decides, each with the value that applies if neither
+    config.json nor transformers' defaults for the model type have the key. Raises ValueError if the
+    folder has no config.json, or if the section gives one of these keys another value than the
+    folder.
     """
     section = with_adapter(section)
     folder, overrides = section["hf"], section.get("hf_overrides")
@@ -66,7 +67,9 @@ def folder_sizes(folder: str, overrides: Mapping[str, Any] | None = None) -> dic
     Raises ValueError for a folder without one, and for `model.hf_overrides` that do not fit it.
     """
     config = read_text_config(folder, overrides)
-    if "vocab_size" not in config:  # e.g. Gemma 3 on the hub relies on the default of its type
+    # Gemma 3 on the hub, for example, leaves the key out and relies on the default of its model
+    # type.
+    if "vocab_size" not in config:
         config = {**_defaults_of_type(folder), **config}
     return {
         key: config[name]
@@ -102,7 +105,8 @@ def check_model_config(config: Mapping[str, Any], parallel: ParallelConfig) -> N
     kinds = config.get("layer_types") or ()
     chunk = config.get("attention_chunk_size")
     named = config.get("layer_types") is not None or config.get("model_type") == "llama4_text"
-    if chunk and not named:  # for Llama 4, transformers derives layer_types itself
+    # Llama 4 needs no layer_types in the file, because transformers derives it.
+    if chunk and not named:
         raise ValueError(
             f"attention_chunk_size={chunk} in config.json needs layer_types, which says which"
             f" layers use chunked attention: add layer_types, or remove the key"
@@ -113,8 +117,8 @@ def check_model_config(config: Mapping[str, Any], parallel: ParallelConfig) -> N
             f"chunked_attention in config.json cannot be combined with"
             f" parallel.sequence_2D.context_size={context}: use 1"
         )
-    # These types compute angles from the largest position of a row: on a part of the sequence
-    # a rank would see another maximum, and compute other angles.
+    # These types of rotary positions compute angles from the largest position of a row. On a part
+    # of the sequence a rank would see another maximum, and compute other angles.
     size = parallel.tensor.size
     for name, kind, by_layer in _rope_kinds(config):
         if (kind == "dynamic" or (kind == "longrope" and by_layer)) and size > 1:
@@ -126,7 +130,7 @@ def check_model_config(config: Mapping[str, Any], parallel: ParallelConfig) -> N
 
 
 def beyond_positions(folder: str | None, overrides: Mapping[str, Any] | None, seq_len: int) -> str:
-    """Return a warning if rows are longer than those a folder's model was trained on; else ""."""
+    """Return a warning if rows are longer than the model in `folder` was trained for; else ""."""
     if folder is None:
         return ""
     trained = _trained_positions(read_text_config(folder, overrides))
@@ -140,9 +144,9 @@ def beyond_positions(folder: str | None, overrides: Mapping[str, Any] | None, se
 
 
 def _trained_positions(found: Mapping[str, Any]) -> int | None:
-    """Return the longest row that the model supports by its config.json, in tokens; None: unknown.
+    """Return the number of tokens that a config.json allows in a row; None: unknown.
 
-    Scaled rotary positions extend the row by their factor.
+    With scaled rotary positions it is the original context times the factor.
     """
     context: int | None = found.get("max_position_embeddings", found.get("n_positions"))
     if context is None:
@@ -184,7 +188,8 @@ def read_config(folder: str, overrides: Mapping[str, Any] | None = None) -> dict
     if not overrides:
         return found
     require("model.hf_overrides", "transformers")
-    from isp.models.huggingface.overrides import overridden_json  # loads torch
+    # Imported here, because this import loads torch.
+    from isp.models.huggingface.overrides import overridden_json
 
     return overridden_json(folder, overrides)
 
@@ -202,10 +207,12 @@ def _defaults_of_type(folder: str) -> dict[str, Any]:
     Empty if transformers cannot read the folder.
     """
     try:
-        from isp.models.huggingface.make import folder_config  # loads torch
+        # Imported here, because this import loads torch.
+        from isp.models.huggingface.make import folder_config
 
         config = folder_config(folder)
-    except (ImportError, OSError, ValueError, KeyError):  # making the model raises an error later
+    except (ImportError, OSError, ValueError, KeyError):
+        # Return nothing here: the model is made later, and that raises an error with the cause.
         return {}
     found: dict[str, Any] = config.get_text_config(decoder=True).to_dict()
     return found

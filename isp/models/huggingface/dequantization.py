@@ -68,7 +68,8 @@ class DequantizedFiles(WeightFiles):
 
     def read_block(self, name: str, block: tuple[slice, ...]) -> Tensor:
         if name in self._fp4:
-            # Read the experts of the block whole: its other dims are transposed in the file.
+            # In the file the dims after that of the experts are in another order. So read the
+            # block's experts whole, and then index their other dims.
             return self._of_fp4(name, block[:1])[(slice(None), *block[1:])]
         if name in self._fp8:
             return self._of_fp8(name, block)

@@ -23,7 +23,10 @@ __all__ = ["pass_factors"]
 
 
 def pass_factors(model: nn.Module) -> None:
-    """Make PEFT's adapters in `model` pass their factors to the experts, in place.
+    """Change PEFT's adapters on stacks of experts, in place: the experts apply their factors.
+
+    PEFT's own code would change the whole stack, of which a rank may have only a part. Instead the
+    experts' forward gets the factors B and A, and adds their product to the weights that it has.
 
     Raises ValueError for an adapter on a parameter that is not a stack of experts.
     """
@@ -46,16 +49,17 @@ def pass_factors(model: nn.Module) -> None:
 
 @cache
 def _passing_factors(kind: Any) -> Any:
-    """Return a subclass of PEFT's `kind` whose forward passes its factors to the base layer.
+    """Return a subclass of PEFT's class `kind` whose forward passes on its factors B and A.
 
-    The base layer is the experts, or another such adapter around them.
+    It calls its base layer with them, which is the module of experts or another adapter around it.
     """
 
     def forward(self: Any, *args: Any, factors: Any = None, **kwargs: Any) -> Any:
         own = dict[str, tuple[Tensor, Tensor]](factors or {})
         names = () if self.disable_adapters or self.merged else self.active_adapters
         here = [name for name in names if name in self.lora_A]
-        # left [E, .., r] and right [E, r, ..]. Concatenated along r, several adapters act as one.
+        # `left` is B [E, .., r] and `right` A [E, r, ..] of each active adapter. Concatenated along
+        # r, they act as the factors of one adapter.
         if here:
             left, right, scales = zip(*map(self.get_delta_factors, here), strict=True)
             left = tuple(x * scale for x, scale in zip(left, scales, strict=True))

@@ -56,19 +56,24 @@ class Drawing:
     """The recorded initialization of one parameter."""
 
     calls: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = field(default_factory=list)
-    """The operators on the whole parameter, in order, with their other arguments."""
+    """The operators that were called on the whole parameter, in order, each with its arguments
+    other than the parameter."""
     rows: dict[int, float] = field(default_factory=dict)
-    """By index of a row that is filled after `calls`, such as the padding row, its value."""
+    """By index along dim 0, the value that is filled in after `calls`, such as 0 at a padding
+    index."""
     known: bool = True
     """True if `calls` and `rows` are the whole initialization; False if it did anything else."""
 
     def shard(self, layout: ParameterLayout, stream: MasterStream) -> Tensor:
         """Return a rank's shard in float32 on the CPU, with random numbers from `stream`."""
         found = stream.drawn(layout, self._fill)
-        if not self.calls:  # never initialized: NaN is noticed, any other value would not be
+        if not self.calls:
+            # The parameter was never initialized: fill it with NaN, which is noticed.
             found.fill_(torch.nan)
         for row, value in self.rows.items():
-            begin = 0  # the row of the shard at which the interval begins
+            # `begin`: where the interval of the layout begins in the shard, as an index along dim
+            # 0.
+            begin = 0
             for start, stop in layout.intervals() if layout.dim == 0 else ((0, len(found)),):
                 if start <= row < stop:
                     found[begin + row - start] = value
@@ -93,7 +98,8 @@ def drawings(
     except (
         RuntimeError,
         NotImplementedError,
-    ):  # `initialize` reads values, which meta tensors lack
+    ):
+        # `initialize` reads values of tensors, which tensors on the meta device do not have.
         for drawing in recorder.found.values():
             drawing.known = False
     return recorder.found
@@ -117,18 +123,21 @@ class _Recorder(TorchDispatchMode):
                 # An operator with a second tensor cannot be repeated on a tile of this parameter.
                 if len(tensors) > 1 or not self._note(name, func, args, kwargs):
                     self.found[name].known = False
-        # In-place operators on meta tensors do nothing, slowly: skip them.
+        # In-place operators on meta tensors do nothing but take time: skip them.
         is_noop = func in _IN_PLACE and args[0].is_meta
         return args[0] if is_noop else func(*args, **kwargs)
 
     def _note(self, name: str, func: Any, args: Any, kwargs: Any) -> bool:
-        """Record an operator on a parameter or on one row of it; return whether it is supported."""
+        """Record an operator on a parameter or on one index of its dim 0; return if it is
+        supported."""
         drawing, shape, (x, *others) = self.found[name], self._shapes[name], args
         if x.shape == shape and func in _IN_PLACE:
-            if func not in _ARITHMETIC:  # a draw or fill overwrites all earlier values
+            if func not in _ARITHMETIC:
+                # A draw or a fill overwrites all earlier values.
                 drawing.calls, drawing.rows = [], {}
             drawing.calls.append((func, tuple(others), kwargs))
-            return not drawing.rows  # unsupported: arithmetic that changes rows filled before
+            # After single rows were filled, arithmetic would change them as well: not supported.
+            return not drawing.rows
         if x.shape == shape[1:] and x.is_contiguous() and func in _FILLS:
             row = x.storage_offset() // max(1, x.numel())
             drawing.rows[row] = float(others[0]) if others else 0.0

@@ -53,7 +53,7 @@ class RouterCoefficients(NamedTuple):
 
 
 class LogitsOf(Enum):
-    """What a model's logits are for."""
+    """What a model's logits predict: the next token, or labels of a classifier."""
 
     VOCABULARY = auto()
     """The next token."""
@@ -81,7 +81,7 @@ class ModelInterface:
         return logits
 
     def logits_of(self, model: nn.Module) -> LogitsOf:
-        """Return what the logits are for; `forward` returns those of all tokens in any case."""
+        """Return what the logits predict; in every case `forward` returns logits of all tokens."""
         return LogitsOf.VOCABULARY
 
     def first_position(self, model: nn.Module) -> int:
@@ -89,7 +89,8 @@ class ModelInterface:
         return 0
 
     def without_values(self, model: nn.Module) -> nn.Module:
-        """Return `model`, which is on meta, changed in place so that its code reads no values."""
+        """Change `model`, on the meta device, so that its code reads no tensor's values; return
+        it."""
         return model
 
     def config(self, model: nn.Module) -> dict[str, Any]:
@@ -106,17 +107,17 @@ class ModelInterface:
         return plan
 
     def length_limits(self, model: nn.Module) -> dict[nn.Module, int]:
-        """Return rotary modules that compute otherwise in long rows, each with its limit in tokens.
+        """Return by rotary module (longrope) the position from which on it uses its long factors.
 
-        They are called with x and positions; see `by_document`.
+        The modules are called with x and positions; `by_document` makes the wrapper that chooses.
         """
         return {}
 
     def most_tokens(self, model: nn.Module) -> int | None:
         """Return the row length from which on results are wrong, for `check_row`; None: no limit.
 
-        Some models count the tokens of their input, which are only a part of the row on a rank, and
-        change results from some number on.
+        Some models count the tokens of their input and compute differently from some number on. On
+        a rank the input is only a part of the row, so the count is too small.
         """
         return None
 
@@ -125,7 +126,8 @@ class ModelInterface:
         return RouterCoefficients()
 
     def published(self, model: nn.Module, weights: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Return a block's whole `weights` with the names and tensors of the model's files."""
+        """Convert a block's whole `weights` to the names and tensors that the model's files
+        have."""
         return weights
 
 
@@ -161,10 +163,12 @@ class HuggingFace(ModelInterface):
         text = model.config.get_text_config(decoder=True)
         registered = use_registered_mixers(model)
         if registered and not model._can_set_attn_implementation():
-            # Its attention is replaced already; only the code that makes masks reads this.
+            # The registered forwards already replace attention. Only the code that makes masks
+            # reads this attribute, and makes no mask for "isp".
             text._attn_implementation = "isp"
         else:
-            # Set it for the whole model ("") and its text model; a vision tower keeps its own.
+            # Set the implementation for the whole model ("") and for its text model. A vision
+            # tower, which isp does not run, keeps its own.
             parts = (n for n in model.config.sub_configs if getattr(model.config, n) is text)
             model.set_attn_implementation(dict.fromkeys(["", *parts], "isp"))
         if text._attn_implementation != "isp":
@@ -174,19 +178,23 @@ class HuggingFace(ModelInterface):
             )
         wrap_free_functions(model)
         give_positions(model)
-        # This warning reads token values, so the host would wait for the device in each forward.
-        # isp has no padding to warn of.
+        # Turn off transformers' warning about padding without a mask: it reads token values, so the
+        # host would wait for the device in each forward. isp has no padding.
         for part in model.modules():
             if hasattr(part, _WARNING):
                 setattr(part, _WARNING, lambda *_: None)
 
     def forward(self, model: Any, ids: Tensor, positions: Tensor) -> Tensor:
         first = self.first_position(model)
-        with at_positions(positions):  # these count from 0, whatever the model counts from
+        # `current_positions` count from 0, even if the model's own positions begin at another
+        # number.
+        with at_positions(positions):
             own = positions + first if first else positions
             with self._ended_by_score(model) as logits:
                 more = {}
-                if _adds_router_losses(model):  # the model would compute them on this rank's tokens
+                if _adds_router_losses(model):
+                    # The model would compute these losses on this rank's tokens only: isp does it
+                    # instead.
                     more = {"output_router_logits": False}
                 output = model(input_ids=ids, position_ids=own, use_cache=False, **more)
                 logits.append(output.logits)
@@ -200,7 +208,7 @@ class HuggingFace(ModelInterface):
 
     @contextmanager
     def _ended_by_score(self, model: Any) -> Iterator[list[Tensor]]:
-        """End the forward in this context after the head `score`; put all logits in the list.
+        """End forwards in this context after the head `score`; yield a list that gets all logits.
 
         Only for sequence classification, whose forward would go on to pick one token of each row;
         other models run unchanged. Raises ValueError for a classifier without `score`.
@@ -234,7 +242,8 @@ class HuggingFace(ModelInterface):
         return RouterCoefficients(float(getattr(config, "router_aux_loss_coef", 0.0)))
 
     def first_position(self, model: Any) -> int:
-        for module in model.modules():  # RoBERTa and models like it count from padding_idx + 1
+        # RoBERTa and models like it count positions from padding_idx + 1.
+        for module in model.modules():
             if hasattr(module, _COUNTS) and hasattr(module, "position_embeddings"):
                 return int(module.padding_idx) + 1
         return 0
@@ -246,8 +255,8 @@ class HuggingFace(ModelInterface):
                 part.rope_type = "default"
                 rope = getattr(model.config, "rope_parameters", None) or {}
                 rope |= {"rope_type": "default"} if "rope_type" in rope else {}
-        # The eager implementation of experts reads which tokens an expert has. This call raises for
-        # models without experts, or with a single implementation.
+        # Choose an implementation that does not read values: the eager one reads which tokens an
+        # expert has. Models without experts, or with a single implementation, raise an error here.
         with suppress(ValueError, RuntimeError):
             model.set_experts_implementation("grouped_mm")
         return model
@@ -280,7 +289,7 @@ class HuggingFace(ModelInterface):
 
 
 def interface_of(model: nn.Module) -> ModelInterface:
-    """Return the interface to a model: that of transformers' models, or that of plain modules."""
+    """Return the interface to a model: `HuggingFace` for transformers, else `ModelInterface`."""
     return HuggingFace() if hasattr(model, "set_attn_implementation") else ModelInterface()
 
 
@@ -368,7 +377,8 @@ def _attention_function(
 def _chunk(module: Any) -> int | None:
     """Return the chunk size of a layer with chunked attention, in tokens; None for other layers.
 
-    transformers gives it to masks only, not to attention, so read the configuration.
+    transformers passes the chunk size to masks only and not to attention, so it is read from the
+    configuration.
     """
     return module.config.attention_chunk_size if _is_of(module, "chunked_attention") else None
 
@@ -384,5 +394,6 @@ def _window(module: Any) -> int | None:
 def _is_of(module: Any, kind: str) -> bool:
     """Return whether the configuration's `layer_types` has `kind` for the module's layer."""
     kinds = getattr(module.config, "layer_types", None) or ()
-    index = getattr(module, "layer_idx", None)  # None: attention outside of the layers
+    # `index` is None for attention outside of the model's list of layers.
+    index = getattr(module, "layer_idx", None)
     return index is not None and list(kinds[index : index + 1]) == [kind]

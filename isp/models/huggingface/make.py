@@ -97,7 +97,8 @@ def without_implementations(config: Any) -> Any:
 
     config._attn_implementation_internal = None
     config._experts_implementation_internal = None
-    for part in vars(config).values():  # not by sub_configs: a class may lack one of them
+    # Look at all attributes, because `sub_configs` of a class may leave out one of its parts.
+    for part in vars(config).values():
         if isinstance(part, PretrainedConfig):
             without_implementations(part)
     return config
@@ -135,7 +136,8 @@ def _take_out(module: nn.Module, prefix: str, read: set[Any]) -> Iterator[str]:
     for local, child in list(module.named_children()):
         if child in read:
             continue
-        if read & set(child.modules()):  # contains a module of `read`: keep it, and look inside
+        if read & set(child.modules()):
+            # The child contains a module of `read`: keep it, and look at its own children.
             yield from _take_out(child, f"{prefix}{local}.", read)
         elif any(True for _ in child.parameters()):
             setattr(module, local, None)

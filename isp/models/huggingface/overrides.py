@@ -68,7 +68,8 @@ def check_overrides(folder: str | Path, overrides: Mapping[str, Any]) -> None:
     before = _shapes(folder_config(folder))
     if _shapes(overridden_config(folder, overrides)) == before:
         return
-    for key, value in overrides.items():  # try each key alone, to name the cause
+    # Try each key alone, so that the error names the key at fault.
+    for key, value in overrides.items():
         after = _shapes(overridden_config(folder, {key: value}))
         for name in {**before, **after}:
             there, here = before.get(name, "absent"), after.get(name, "absent")
@@ -84,7 +85,7 @@ def check_overrides(folder: str | Path, overrides: Mapping[str, Any]) -> None:
 
 
 def _shapes(config: Any) -> dict[str, tuple[int, ...]]:
-    """Return by name the shapes of a model's parameters, of a tied one by its first name."""
+    """Return by name the shape of each parameter; a tied weight counts under its first name."""
     with parameters_on_meta():
         model = new_model(config)
     return {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
@@ -104,7 +105,8 @@ def _overridden(folder: str | Path, overrides: Mapping[str, Any]) -> tuple[Any, 
             raise OverrideError(
                 f"{shown} is not supported for {type(config).__name__}: change {folder}/config.json"
             )
-        # A file without a section for its text model has these keys at the top: make the section.
+        # If the file has no section for its text model, the keys of that model are at the top of
+        # the file: make the section.
         section = found[named[0]] = found.get(named[0]) or text.to_dict()
     names = {key: _known_name(text, key, value) for key, value in overrides.items()}
     # Only the outer configuration decides whether the head is tied: this key would do nothing.
@@ -115,22 +117,26 @@ def _overridden(folder: str | Path, overrides: Mapping[str, Any]) -> tuple[Any, 
         )
     for key, value in overrides.items():
         if (name := names[key]) != _ROPE:
-            # Drop aliases of the key from the file's values: transformers would ignore one of two.
+            # Remove other names (aliases) of the key from the file's values: if both were there,
+            # transformers would ignore one.
             for alias, of_class in text.attribute_map.items():
                 if of_class == name:
                     section.pop(alias, None)
             section[name] = _merged(section.get(name), value)
-    # Also with a longer context only: some rotary types compute their scale from it, so the
-    # original context must be written down, see `_with_rope_of_one`.
+    # Rewrite rope_parameters even if only max_position_embeddings is overridden: some rotary types
+    # compute their scale from the context of the folder, so `_with_rope_of_one` writes it down.
     if _ROPE in names.values() or "max_position_embeddings" in names.values():
         section[_ROPE] = _with_rope(text, overrides)
-        section.pop(_EARLIER_ROPE, None)  # transformers would read it instead
-        section.pop("rope_theta", None)  # rope_parameters contains it
+        # If the older key stayed, transformers would read it in place of rope_parameters.
+        section.pop(_EARLIER_ROPE, None)
+        # rope_parameters contains the base already.
+        section.pop("rope_theta", None)
     values = copy.deepcopy(found)
     # transformers may read the folder as a type with another name than the file's model_type.
     values |= {"model_type": config.model_type, "name_or_path": str(folder)}
     try:
-        changed: Any = type(config).from_dict(values)  # checks values and types
+        # This call also checks the types and values of the keys.
+        changed: Any = type(config).from_dict(values)
     except Exception as error:  # the class's own checks may raise anything
         raise OverrideError(
             f"{shown}: {type(text).__name__} of transformers {version('transformers')} refuses it:"
@@ -202,9 +208,9 @@ def _known_name(text: Any, key: str, value: Any) -> str:
 def _with_rope(text: Any, overrides: Mapping[str, Any]) -> dict[str, Any] | None:
     """Return rope_parameters of the configuration `text` with the overrides merged in.
 
-    transformers has converted them to their newest form: one mapping that includes the base, or one
-    mapping for each kind of layer. Returns None for a model without rotary positions. Raises
-    OverrideError for a key that would have no effect.
+    transformers has already converted older keys: rope_parameters is one mapping that includes the
+    base, or has one mapping for each kind of layer. Returns None for a model without rotary
+    positions. Raises OverrideError for a key that would have no effect.
     """
     key, *others = [name for name in (_ROPE, _EARLIER_ROPE) if name in overrides] or [_ROPE]
     path, value = f"model.hf_overrides.{key}", overrides.get(key, {})
@@ -213,7 +219,8 @@ def _with_rope(text: Any, overrides: Mapping[str, Any]) -> dict[str, Any] | None
     if not isinstance(value, dict):
         raise OverrideError(f"{path}={json.dumps(value)} must be a mapping, as {{rope_theta: 1e6}}")
     found: dict[str, Any] = copy.deepcopy(getattr(text, _ROPE, None) or {})
-    if not (found or value):  # a model without rotary positions
+    if not (found or value):
+        # The model has no rotary positions.
         return None
     kinds = [name for name, of_one in found.items() if isinstance(of_one, dict)]
     if not kinds:
@@ -237,7 +244,9 @@ def _with_rope_of_one(
     path: str,
     overrides: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """Return the rotary parameters `found` with those `given` by the override `path` merged in.
+    """Merge the rotary parameters that are `given` into those `found`, and return the result.
+
+    `path`: the key of the override, for errors.
 
     Raises OverrideError for unknown keys, for values that are null or not finite, and for a longer
     context that would change positions of type dynamic.
@@ -257,7 +266,9 @@ def _with_rope_of_one(
     changed = {name: value for name, value in found.items() if name != "type"}
     new = {"rope_type" if name == "type" else name: value for name, value in given.items()}
     kind = new.get("rope_type", changed.get("rope_type"))
-    if kind != changed.get("rope_type"):  # factors of the old type have no meaning for the new
+    # The override changes the type: drop the factors of the old type, which the new one does not
+    # have.
+    if kind != changed.get("rope_type"):
         changed = {name: value for name, value in changed.items() if name in _OF_ALL_TYPES}
     changed |= new
     longer = overrides.get("max_position_embeddings")
@@ -267,7 +278,8 @@ def _with_rope_of_one(
             f" scaled from the {text.max_position_embeddings} on that the folder has: leave it out,"
             f" or change {path}.rope_type"
         )
-    # Write the original context down: else transformers takes an overridden, longer one for it.
+    # Write down the folder's context as the original one. Otherwise transformers would take a
+    # longer context from the overrides as the original.
     scales = kind in ("llama3", "longrope", "yarn")
     if scales and changed.get(_ORIGINAL) is None and not hasattr(text, _ORIGINAL):
         changed[_ORIGINAL] = text.max_position_embeddings
@@ -275,7 +287,7 @@ def _with_rope_of_one(
 
 
 def _merged(below: Any, value: Any) -> Any:
-    """Return `value` merged into `below`: where both are mappings, key by key; else `value`."""
+    """Return `value`, or `below` with the keys of `value` merged in if both are mappings."""
     if not (isinstance(below, dict) and isinstance(value, dict)):
         return copy.deepcopy(value)
     return below | {key: _merged(below.get(key), of_key) for key, of_key in value.items()}

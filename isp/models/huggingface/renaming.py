@@ -28,7 +28,7 @@ class _Source(NamedTuple):
     """The tensors in the files from which a converter makes one parameter, or several."""
 
     target: str
-    """The name of the first of these parameters."""
+    """The name of the first parameter that is made from the tensors."""
     tensors: dict[str, list[str]]
     """By pattern of the converter, the names in the files that match it, in order."""
     converter: Any = None
@@ -36,7 +36,7 @@ class _Source(NamedTuple):
 
     @property
     def names(self) -> list[str]:
-        """The names of all these tensors in the files."""
+        """The names in the files of all tensors of this source."""
         return [name for names in self.tensors.values() for name in names]
 
 
@@ -60,7 +60,8 @@ class ConvertedFiles(DequantizedFiles):
         source = self._sources[name]
         if source.converter is None:
             return super().read(source.names[0], layout)
-        # A stack that is cut between experts: read only the tensors of this rank's experts.
+        # The parameter is a stack that is cut between experts: read only the tensors of this rank's
+        # experts.
         if layout is not None and _has_tensor_of_each_row(source, layout):
             found = [
                 self._made(name, super(ConvertedFiles, self).read, slice(start, stop))
@@ -95,7 +96,8 @@ class ConvertedFiles(DequantizedFiles):
         `of`: which of each pattern's tensors to use. Raises ValueError if the tensors do not fit.
         """
         target, tensors, converter = self._sources[name]
-        converter = copy.deepcopy(converter)  # `add_tensor` changes it
+        # Copy the converter, because `add_tensor` changes it.
+        converter = copy.deepcopy(converter)
         for pattern, names in tensors.items():
             for found in names[of]:
                 converter.add_tensor(target, found, pattern, partial(read, found))
@@ -116,7 +118,7 @@ class ConvertedFiles(DequantizedFiles):
 
 
 def _has_tensor_of_each_row(source: _Source, layout: ParameterLayout) -> bool:
-    """Return whether `layout` cuts dim 0 and each pattern has one tensor for each row of the whole.
+    """Return whether `layout` cuts dim 0 and the files have a tensor for each index of that dim.
 
     This is so for a stack that is cut between experts.
     """
@@ -125,7 +127,7 @@ def _has_tensor_of_each_row(source: _Source, layout: ParameterLayout) -> bool:
 
 
 def _sources(model: Any, names: Iterable[str]) -> dict[str, _Source]:
-    """Return by name in `model` the source of each tensor, from the `names` in the files.
+    """Return by name in `model` the tensors that it is made from, of the `names` in the files.
 
     Also sets the model's conversions, by which `save_pretrained` restores the names of the files.
     """
@@ -157,6 +159,7 @@ def _sources(model: Any, names: Iterable[str]) -> dict[str, _Source]:
         first, *others = converter.target_patterns
         # A converter may make several parameters from the same tensors: they share the source.
         sources.update((target.replace(first, other), source) for other in others)
-    # As `from_pretrained` does, so that `save_pretrained` writes the names of the files again.
+    # Set this as `from_pretrained` does, so that `save_pretrained` writes the names of the files
+    # again.
     model._weight_conversions = [transform for transform in mapping if transform.was_used()]
     return sources

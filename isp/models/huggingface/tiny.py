@@ -77,7 +77,8 @@ def tiny_model(config: Any, layers: int = 2) -> nn.Module:
             module.p = 0.0
     with torch.no_grad():
         for parameter in model.parameters():
-            if parameter.dim() < 2:  # the weights of norms are all ones: make them uneven
+            if parameter.dim() < 2:
+                # The weights of norms are all ones: make them uneven.
                 parameter += 0.1 * torch.randn_like(parameter)
             else:
                 parameter *= 3
@@ -87,7 +88,8 @@ def tiny_model(config: Any, layers: int = 2) -> nn.Module:
 def _with_weights(config: Any) -> Any:
     """Make the model of a configuration with random weights, without a vision tower."""
     if not is_vision_language(config):
-        return new_model(config, torch.float64)  # its buffers are computed in float64, too
+        # Made in float64, so that buffers are computed in float64 and not converted afterwards.
+        return new_model(config, torch.float64)
     with parameters_on_meta():
         model = new_model(config)
     take_out_tower(model)
@@ -134,7 +136,8 @@ def tiny_config(config: Any, layers: int = 2) -> Any:
         part = vars(tiny)[name]
         if part is not None:
             _shrink(part)
-            # A part with attention is a tower with a width of its own.
+            # A part without attention gets the width of the text model. A part with attention is a
+            # tower, which has its own width.
             if _value(part, "num_attention_heads") is None:
                 _set(part, "hidden_size", tiny.hidden_size)
     return tiny
@@ -142,7 +145,8 @@ def tiny_config(config: Any, layers: int = 2) -> Any:
 
 def _shrink(tiny: Any) -> None:
     """Limit sizes in a configuration to `_AT_MOST` and turn off random options, in place."""
-    usual = {own: name for name, own in tiny.attribute_map.items()}  # transformers' usual names
+    # `usual`: by the name of a key in this configuration, the name that most configurations use.
+    usual = {own: name for name, own in tiny.attribute_map.items()}
     for name, value in list(vars(tiny).items()):
         if name.endswith(_RANDOM) and value:
             setattr(tiny, name, 0.0)
@@ -151,11 +155,12 @@ def _shrink(tiny: Any) -> None:
 
 
 def _at_most(value: Any, *names: str) -> Any:
-    """Return `value`, limited by `_AT_MOST`; `names`: its names, of which the first one counts."""
+    """Return `value`, limited by the bound of the first of its `names` that is in `_AT_MOST`."""
     most = next((_AT_MOST[name] for name in names if name in _AT_MOST), None)
     if most is None or type(value) not in (int, list) or not value:
         return value
-    if isinstance(value, list):  # several end-of-text tokens, or one size for each kind of expert
+    if isinstance(value, list):
+        # The list has several end-of-text tokens, or one size for each kind of expert.
         return [min(size, most) if type(size) is int else size for size in value]
     return min(value, most)
 
@@ -184,7 +189,7 @@ _QUERY_HEADS = (
 def fewer_heads(heads: int) -> int:
     """Return the largest n up to 4 and `heads` with gcd(n, 4) = gcd(heads, 4).
 
-    So 2 or 4 ranks divide the heads of a small model exactly if they divide those of the model.
+    So 2 or 4 ranks can split the small model's n heads if and only if they can split `heads`.
     """
     return next(n for n in range(min(heads, 4), 0, -1) if math.gcd(n, 4) == math.gcd(heads, 4))
 
@@ -196,18 +201,22 @@ def _narrow(tiny: Any, config: Any) -> None:
     """
     heads = _value(config, "num_attention_heads") or 4
     kv_heads = _value(config, "num_key_value_heads") or heads
-    shared, kept = min(heads // kv_heads, 8), fewer_heads(kv_heads)  # query heads per KV head
+    # `shared`: query heads for each KV head; `kept`: KV heads of the small model.
+    shared, kept = min(heads // kv_heads, 8), fewer_heads(kv_heads)
     for name in _QUERY_HEADS:
         _set(tiny, name, shared * kept)
     for name in ("num_key_value_heads", "num_kv_heads", "swa_num_key_value_heads"):
         _set(tiny, name, kept)
-    if _value(config, "index_block_size") is not None:  # blocks are chosen for each KV head
+    if _value(config, "index_block_size") is not None:
+        # The indexer chooses blocks for each KV head, so it needs as many heads.
         _set(tiny, "index_n_heads", kept)
     tiny.hidden_size = _HEAD * shared * kept
     attended = _value(config, "attention_hidden_size")
-    wide = attended // config.hidden_size if attended else 1  # how much wider attention is
+    # `wide`: how many times the hidden size attention is wide.
+    wide = attended // config.hidden_size if attended else 1
     _set(tiny, "attention_hidden_size", wide * tiny.hidden_size)
-    latent = _value(config, "kv_lora_rank") is not None  # with MLA, head_dim is the rotary part's
+    # With MLA (latent attention), head_dim is the size of the rotary part of a head.
+    latent = _value(config, "kv_lora_rank") is not None
     for name in ("head_dim", "swa_head_dim"):
         _set(tiny, name, _AT_MOST["qk_rope_head_dim"] if latent else wide * _HEAD)
 
@@ -234,7 +243,8 @@ def _shorten_rope(tiny: Any, config: Any) -> None:
     factors.
     """
     rope = getattr(tiny, "rope_parameters", None) or {}
-    if sections := rope.get("mrope_section"):  # angles by time, height and width
+    if sections := rope.get("mrope_section"):
+        # The sections are the numbers of angles for time, height and width.
         angles = int(_HEAD * rope.get("partial_rotary_factor", 1.0)) // 2
         ends = [end * angles // sum(sections) for end in accumulate(sections, initial=0)]
         rope["mrope_section"] = [b - a for a, b in pairwise(ends)]
@@ -253,7 +263,8 @@ _LAYERS = (
     "decoder_layers",
     "encoder_layers",
     "num_decoder_layers",
-    "num_layers",  # LongCat, where each of these has two hidden layers
+    # LongCat has this key as well: each of its layers has two hidden layers.
+    "num_layers",
 )
 """The keys with a number of layers."""
 
@@ -273,7 +284,8 @@ def _keep_one_of_each_kind(tiny: Any, config: Any, least: int) -> None:
         for name, value in vars(config).items()
         if isinstance(value, list | tuple)
         and len(value) == number
-        and list(value) != list(range(number))  # the numbers of all layers, not values per layer
+        # Leave out a list that only numbers all layers: it has no values of layers.
+        and list(value) != list(range(number))
         and name != "kv_source_layers"
     }
     numbers = {
@@ -284,7 +296,7 @@ def _keep_one_of_each_kind(tiny: Any, config: Any, least: int) -> None:
     own = [_of_layer(config, index) for index in range(number)]
     dense = [_is_dense(config, index) for index in range(number)]
     sharing = _value(config, "num_kv_shared_layers") or 0
-    # By layer, the layer whose keys it uses.
+    # `sources`: by layer, the number of the layer whose keys it uses.
     sources = _value(config, "kv_source_layers") or range(number)
 
     def kind_of(layer: int) -> str:
@@ -296,10 +308,12 @@ def _keep_one_of_each_kind(tiny: Any, config: Any, least: int) -> None:
     kinds = [kind_of(layer) for layer in range(number)]
     first = [kinds.index(kind) for kind in dict.fromkeys(kinds)]
     hybrid = [index for index, kind in enumerate(kinds) if "'hybrid'" in kind]
-    first += [index for index in hybrid[:2] if index not in first]  # two: they share a block
+    # Keep two hybrid layers, because they share a block.
+    first += [index for index in hybrid[:2] if index not in first]
     rest = [index for index in range(number) if index not in first]
     chosen = first + rest[: max(0, least - len(first))]
-    layers = sorted({*chosen, *(sources[index] for index in chosen)})  # and those with the keys
+    # Keep the layers that the chosen ones take keys from as well.
+    layers = sorted({*chosen, *(sources[index] for index in chosen)})
     for name in _LAYERS:
         _set(tiny, name, len(layers))
     for name, value in lists.items():
@@ -318,7 +332,8 @@ def _keep_one_of_each_kind(tiny: Any, config: Any, least: int) -> None:
 
 
 def _shorten_periods(tiny: Any) -> None:
-    """Shorten periods of layers to 2, in place; "every eighth layer attends" is such a period."""
+    """Shorten periods in a configuration to 2, in place, such as 8 for "every eighth layer
+    attends"."""
     for name, value in list(vars(tiny).items()):
         if name.endswith("_layer_period") and value > 2:
             setattr(tiny, name, 2)
@@ -332,7 +347,7 @@ def _are_layers(value: Any, number: int) -> bool:
 
 
 def _of_layer(config: Any, index: int) -> dict[str, Any]:
-    """Return a layer's own configuration values, made small; empty if all layers have the same."""
+    """Return the values that a configuration has for one layer only, made small; often empty."""
     if not config.is_heterogeneous:
         return {}
     layer = config.per_layer_config[index]
@@ -366,8 +381,8 @@ class _Float64(TorchFunctionMode):
         if func is Tensor.float:
             func = Tensor.double
         wide = {name: _wide(value) for name, value in (kwargs or {}).items()}
-        # XGLM fills with the smallest number of its dtype: in float64 too large for torch's
-        # default dtype, float32.
+        # XGLM fills a tensor with the smallest number of its dtype. In float64 that number is too
+        # large for torch's default dtype, float32.
         if func is torch.full and type(args[1]) is float:
             wide.setdefault("dtype", torch.float64)
         # torch's kernel does not take float64; its function for meta tensors does.
@@ -377,10 +392,10 @@ class _Float64(TorchFunctionMode):
 
 
 def _grouped_product(x: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
-    """Multiply each group of rows by its own matrix: `torch._grouped_mm` for float64.
+    """Multiply each group of tokens by its own matrix: `torch._grouped_mm` for float64.
 
-    x [N, I], weights [E, I, O], ends [E] (the row after each group) -> [N, O]. Rows after the last
-    group give zeros.
+    x [N, I], weights [E, I, O] -> [N, O]. ends [E]: the index of the token after each group. Tokens
+    after the last group give zeros.
     """
     *runs, rest = x.tensor_split(ends.tolist())
     products = [run @ weight for run, weight in zip(runs, weights, strict=True)]
@@ -395,11 +410,11 @@ def _wide(value: Any) -> Any:
 def kept_in_float64(model: nn.Module) -> nn.Module:
     """Convert `model` to float64 in place, also where its code casts to float32.
 
-    Norms, angles and softmax do so. With those casts, gradients of two layouts would differ by
-    1e-7, and comparisons could not be stricter.
+    Code of norms, angles and softmax casts to float32. Gradients of two layouts would then differ
+    by 1e-7, and comparisons could not be stricter.
     """
-    # A recompute calls blocks and parts of blocks alone, without the model's forward around them:
-    # so each of these enters the mode, too.
+    # A recompute calls blocks and parts of blocks without the model's forward around them, so each
+    # of these must also enter the mode.
     lists = [m for m in model.modules() if isinstance(m, nn.ModuleList)]
     entries = [entry for entries in lists for entry in entries]
     tiled = [child for entry in entries for child in entry.children() if any(child.children())]
@@ -411,7 +426,8 @@ def kept_in_float64(model: nn.Module) -> nn.Module:
 def _widened(kind: type[nn.Module]) -> type[nn.Module]:
     """Return a subclass of `kind` whose forward runs in the mode `_Float64`."""
 
-    @wraps(kind.forward)  # `generate` of transformers reads its signature
+    # `wraps` keeps the signature, which `generate` of transformers reads.
+    @wraps(kind.forward)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return _in_float64(partial(kind.forward, self), *args, **kwargs)
 
@@ -431,7 +447,8 @@ def as_wide(module: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any
 
 def _in_float64(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Call `forward` in the mode `_Float64`, unless it is on already."""
-    if _widening.get():  # called by a converted module, not alone as in a recompute
+    if _widening.get():
+        # A converted module called this one, so the mode is on. A recompute calls it alone.
         return forward(*args, **kwargs)
     token = _widening.set(True)
     try:

@@ -17,7 +17,8 @@ OLDEST_TRANSFORMERS = "5.17"
 NEWEST_TRANSFORMERS = "5.24"
 
 
-@cache  # once per process, however many models are traced
+# Cached, so that it warns once per process, however many models are traced.
+@cache
 def warn_of_version(found: str) -> None:
     """Warn on rank 0 if `found`, a version of transformers, is outside of the tested range."""
     oldest, newest = _minor(OLDEST_TRANSFORMERS), _minor(NEWEST_TRANSFORMERS)
@@ -32,7 +33,7 @@ def warn_of_version(found: str) -> None:
 
 
 def is_first_rank() -> bool:
-    """Return whether this process is rank 0: by the process group, or else by the environment."""
+    """Return whether this process is rank 0, by the process group, or without one by `RANK`."""
     return (dist.get_rank() if dist.is_initialized() else rank_and_size()[0]) == 0
 
 

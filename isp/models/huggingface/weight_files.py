@@ -84,8 +84,8 @@ class WeightFiles:
     ) -> None:
         """Raise ValueError unless the tensors have exactly these names and shapes.
 
-        Tensors named in `aliases` may be in the files, too. All tensors but `integers` must have a
-        floating-point dtype of 16 bits or more.
+        The files may also have the tensors named in `aliases`. All tensors except `integers` must
+        have a floating-point dtype of 16 bits or more.
         """
         missing = sorted(shapes.keys() - self.names)
         extra = sorted(self.names - shapes.keys() - set(aliases))
@@ -137,7 +137,8 @@ class WeightFiles:
         return tuple(self._slice(name).get_shape())
 
     def _dtypes(self, name: str) -> set[str]:
-        """Return the dtypes of a tensor in the files, by safetensors' names such as BF16."""
+        """Return the dtypes in which the files have a tensor, with safetensors' names such as
+        BF16."""
         return {self._slice(name).get_dtype()}
 
     def _slice(self, name: str) -> Any:

@@ -26,7 +26,7 @@ __all__ = ["ComputedAhead"]
 class ComputedAhead:
     """Computes a module [.., D] -> [.., E] before its call, and returns the result at the call.
 
-    The module must compute each token alone.
+    The module's result for a token must not depend on other tokens.
     """
 
     def __init__(self, module: nn.Module, ahead: Ahead, position: Position) -> None:
@@ -51,7 +51,8 @@ class ComputedAhead:
         x, call = tokens if self._dims == 2 else tokens.unsqueeze(0), list[_Reached]()
         if self._is_hooked:
             x = _Hooked.apply(x, call)
-        # Stored in the pass: a recompute is another pass, and computes another result.
+        # Store the result in the pass, because a recompute is another pass and computes another
+        # result.
         self._position.current(self._name).ahead[self._name] = tokens, self._forward(x), call
 
     def _called(self, x: Tensor) -> Tensor:
@@ -61,7 +62,9 @@ class ComputedAhead:
         """
         now = self._position.current(self._name)
         tokens, y, call = now.ahead.pop(self._name, (x, None, []))
-        if self._is_hooked and x.grad_fn is not None:  # `_Hooked` runs the hooks at this edge
+        if self._is_hooked and x.grad_fn is not None:
+            # Tell `_Hooked` the edge of the graph that x comes from: it runs the module's full
+            # backward hooks there.
             call.append((get_gradient_edge(x), x.shape))
         if y is None:
             y = self._forward(x)

@@ -104,8 +104,12 @@ class DispatchExperts(ShardedExperts):
         return self.__call__
 
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Compute the experts of all tokens, as the module's forward."""
-        # Adapters pass their factors [E, .., ..] (`expert_adapters`): take those of own experts.
+        """Send tokens to the ranks of their experts, compute the received ones, return the sums.
+
+        The arguments are those of the module's own forward.
+        """
+        # Adapters pass the factors of all experts [E, .., ..] (see `expert_adapters`): keep those
+        # of this rank's experts.
         if factors := kwargs.get("factors"):
             own = {n: tuple(x[self._exchange.own] for x in pair) for n, pair in factors.items()}
             kwargs = {**kwargs, "factors": own}
@@ -116,13 +120,15 @@ class DispatchExperts(ShardedExperts):
         sent = self._exchange.dispatch(tokens, numbers, leaves[place])
         if self.ahead is not None:
             self.ahead.compute(tokens)
-        leaves[0] = leaves[place] = None  # received rows will take their places, so free these
+        # These tensors have been sent: free them. The received ones take their places in the call.
+        leaves[0] = leaves[place] = None
         return self.on_whole(self._compute_received, sent, leaves, place, spec)
 
     def _compute_received(
         self, sent: Sent, leaves: list[Any], place: int, spec: TreeSpec
     ) -> Tensor:
-        """Compute the rows that this rank receives, send the results back, and return the sums.
+        """Compute the tokens that this rank receives, send results back, and return this rank's
+        sums.
 
         `leaves` and `spec`: the arguments of the call, flattened, without the tokens (leaf 0) and
         routing weights (leaf `place`) that were sent.
@@ -135,20 +141,25 @@ class DispatchExperts(ShardedExperts):
             return self.run_own(self._own_experts, args, kwargs)
 
         read = [*self.module.parameters(), *tensors_in(leaves)]
-        # With gathered weights, the recompute of a block runs up to `_Leave`, after the exchange.
+        # `saves` is True if weights are gathered: the recompute of a block then runs up to
+        # `_Leave`, which comes after the exchange.
         return self._exchange(compute, sent, read, self.communicator.gathers_weights)
 
     def _own_experts(self, *args: Any, **kwargs: Any) -> Any:
         """Call the module's own code as if the module had only the experts of this rank."""
         own, num_experts = self._exchange.own, self._exchange.bounds[-1]
         for key in self._counts:
-            setattr(self.module, key, own.stop - own.start)  # the code may loop over so many
+            # The module now has only this rank's experts, and its code may loop over their
+            # number.
+            setattr(self.module, key, own.stop - own.start)
         vectors = {name: getattr(self.module, name)[own] for name in self._vectors}
         try:
             with reparametrized(self.module, vectors):
                 return self.own_code(*args, **kwargs)
         finally:
-            for key in self._counts:  # restored, because code outside of the experts may read it
+            for key in self._counts:
+                # Set the number of all experts again, because code outside of the experts may read
+                # it.
                 setattr(self.module, key, num_experts)
 
 
@@ -163,8 +174,9 @@ results [M, D]."""
 class _Route:
     """The transfers of one part of the tokens: rows to their experts, and results back.
 
-    The autograd nodes of the part share it. It has no tensors except those in flight: in a
-    recomputed block it lives as long as the nodes of the first forward, and would keep them.
+    The autograd nodes of the part share this object. It holds no tensors except those in flight: in
+    a recomputed block it lives until backward, as the nodes of the first forward do, and would keep
+    the memory of all tensors that it held.
     """
 
     channel: Channel
@@ -177,7 +189,8 @@ class _Route:
     """The transfers in flight, in the order in which they are waited for."""
 
     def launch(self, rows: Iterable[Tensor], what: str, *, back: bool = False) -> list[Tensor]:
-        """Launch the transfer of `rows` to their experts, or `back`; return the buffers it fills.
+        """Launch the transfer of `rows` to experts, or `back` to tokens; return the buffers it
+        fills.
 
         Each tensor is [R, ..] -> [M, ..], or [M, ..] -> [R, ..] back. `what`: the name of the
         transfer in the log. Wait for the buffers with `wait`.
@@ -202,11 +215,12 @@ class _Route:
 
 
 class _Part(NamedTuple):
-    """One part of the tokens on its way to their experts, and the order of its rows."""
+    """One part of the tokens on its way to experts: a row [D] for each pair of token and expert."""
 
     route: _Route
     entry: Tensor
-    """The index of each row among the N k entries of the tokens' expert indices, [R]."""
+    """For each row, the index of its token and expert in the flattened expert indices [N, k];
+    [R]."""
     token: Tensor
     """The index of each row's token, [R]."""
     of_token: Tensor
@@ -242,7 +256,7 @@ class ExpertExchange:
     ) -> None:
         """`bounds`: rank i has experts `bounds[i]` up to, not including, `bounds[i + 1]`.
 
-        `same_tokens`: the ranks that have the same tokens, of which each sends its share.
+        `same_tokens`: the ranks that have the same tokens as this one; each of them sends a part.
         `num_chunks`: the number of parts into which tokens are divided to overlap transfers.
         """
         self.ranks, self.bounds, self.same_tokens = ranks, bounds, same_tokens
@@ -282,16 +296,16 @@ class ExpertExchange:
         """Return for each token that was `sent` the sum of its experts' results, [N, D].
 
         `compute`: computes the rows that this rank received. `read`: all other tensors that
-        `compute` reads, which may need gradients. `saves`: True if the recompute of a block runs
-        beyond this exchange in any case, see `_Combine`.
+        `compute` reads, which may need gradients. `saves`: True if the recompute of a block goes on
+        after this exchange anyway, so that `_Combine` may save tensors for backward.
         """
         try:
             sums = self._sums(compute, sent.parts, read, saves)
         except BaseException:
             # A recompute ends with an exception, as soon as it has restored its last tensor. The
             # results of earlier parts are in flight then, and only this code can wait for them and
-            # free their buffers. Not after an error of the model's code: other ranks may have
-            # launched nothing, and waiting would hang.
+            # free their buffers. After an error of the model's code, do not wait: other ranks
+            # may have launched nothing, so waiting would hang.
             if self.ranks.log.phase is Phase.RECOMPUTE:
                 for part in sent.parts:
                     part.route.wait()
@@ -318,15 +332,18 @@ class ExpertExchange:
             x, w = _Arrive.apply(*part.buffers, part.route)
             if len(x):
                 y = compute(x, part.numbers, w)
-            else:  # [Note: Every rank takes part]: y is empty, but its graph leads to all inputs
+            else:
+                # [Note: Every rank takes part]: this rank received nothing, so y is empty. Its
+                # graph must still lead to all inputs, so that backward meets the transfers of other
+                # ranks.
                 y = joined(x * w, *read) * torch.ones_like(w)
             back.append(_Return.apply(y.to(x.dtype), part.route))
         return [_Combine.apply(rows, part, saves) for rows, part in zip(back, parts, strict=True)]
 
     def _routes(self, parts: Sequence[Tensor]) -> list[_Part]:
-        """Return the parts of the tokens, not launched yet, from their expert indices [N, k].
+        """Return what is sent for each part of the tokens, given its expert indices [N, k].
 
-        All ranks of the expert group exchange their counts here.
+        Nothing is launched yet, but all ranks of the expert group exchange their counts here.
         """
         num_experts, size = self.bounds[-1], self.ranks.size
         flat = [part.flatten().long() for part in parts]
@@ -336,11 +353,13 @@ class ExpertExchange:
         every = counts.new_empty(size, *counts.shape)  # [ranks, parts, E]
         tag = self._tag._replace(tensor="counts")
         self.ranks.all_gather_into(every, counts.unsqueeze(0), tag=tag).wait()
-        # Rows that each rank sends to each: experts of a rank are consecutive, so they are the
-        # differences of running sums over experts at the bounds between ranks.
+        # `sums` becomes the number of rows that each rank sends to each other rank. Experts of a
+        # rank are consecutive, so it is the difference of running sums over experts at the bounds
+        # of the rank.
         sums = every.cumsum(-1)
         sums = torch.cat([sums.new_zeros(*sums.shape[:-1], 1), sums], -1)[..., self.bounds].diff()
-        rows = sums.tolist() if not sums.is_meta else _even(parts, size)  # the CPU's one wait
+        # Here, and only here, the CPU waits for the device.
+        rows = sums.tolist() if not sums.is_meta else _even(parts, size)
         return [
             self._part(part, every[:, i, self.own], [of_rank[i] for of_rank in rows])
             for i, part in enumerate(parts)
@@ -353,8 +372,10 @@ class ExpertExchange:
         experts. `rows`: the number of rows that each rank sends to each rank.
         """
         me, k = self.ranks.rank, numbers.shape[1]
-        entry = numbers.flatten().argsort(stable=True)  # rows by expert, then by token
-        token = entry // k  # an entry of `numbers` belongs to token entry // k
+        # Sort the pairs of token and expert by expert, and those of one expert by token.
+        entry = numbers.flatten().argsort(stable=True)
+        # Index i of the flattened `numbers` belongs to token i // k.
+        token = entry // k
         received = [of_rank[me] for of_rank in rows]
         # Received rows are sorted by rank, and those of a rank by expert.
         local = torch.arange(own.shape[1], device=own.device).repeat(len(own))
@@ -368,7 +389,7 @@ class ExpertExchange:
 
 
 def _even(parts: Sequence[Tensor], size: int) -> list[list[list[int]]]:
-    """Return by part how many rows each rank sends to each, spread evenly.
+    """Return by part how many rows each rank sends to each rank, spread evenly.
 
     For the meta device, where counts have no values.
     """

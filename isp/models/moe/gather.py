@@ -21,6 +21,7 @@ class GatherExperts(ShardedExperts):
         return self.__call__ if self.communicator.gathers_weights else inner
 
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
-        if self.ahead is not None:  # before the gathers are waited for
+        if self.ahead is not None:
+            # Compute the other module now, while the weights of the experts are in flight.
             self.ahead.compute((*args, *kwargs.values())[0])
         return self.on_whole(self.run_own, self.own_code, args, kwargs)

@@ -37,8 +37,7 @@ def router_dtype(model: Any, trace: ModelTrace, name: str, dtype: torch.dtype) -
     """Return the dtype of the tensor `name` in a model that is computed in `dtype`.
 
     Biases of routers have float32 at least, because a narrower dtype would lose the small updates.
-    Routers that transformers keeps in float32 have float32 at least, too; all other tensors have
-    `dtype`.
+    So have routers that transformers keeps in float32. All other tensors have `dtype`.
     """
     kept = getattr(model, "_keep_in_fp32_modules_strict", None) or ()
     routes = trace.roles.get(name) is ParameterRole.ROUTER and any(key in name for key in kept)
@@ -47,7 +46,7 @@ def router_dtype(model: Any, trace: ModelTrace, name: str, dtype: torch.dtype) -
 
 
 def experts_of(shape: nn.Module, trace: ModelTrace) -> dict[str, int]:
-    """Return by name the modules with experts that are called as in transformers, with their E.
+    """Return the number of experts of each module that is called as experts of transformers are.
 
     `shape`: the traced model, on any device.
     """
@@ -120,7 +119,8 @@ class ExpertLoad:
         self._model, self._rate, self._experts = model, rate, dict(experts)
         self._biases, most = _biases_of(model, experts), max(experts.values())
         self._sizes = torch.tensor([[size] for size in experts.values()]).to(device)
-        # Modules may have different numbers of experts: True for the columns that a module has.
+        # Modules may have different numbers of experts. `_exists` is True for the columns that a
+        # module has.
         self._exists = torch.arange(most, device=device) < self._sizes
         self.counts = torch.zeros(len(experts), most + 1, dtype=torch.int64, device=device)
         """Tokens since `clear`, [L, E + 1]; the last column has the tokens that do not count."""
@@ -162,7 +162,8 @@ class ExpertLoad:
         counts [L, E] are summed over ranks. The load of an expert is its number of tokens divided
         by the mean of its block.
         """
-        mean = (counts.sum(1, keepdim=True) / self._sizes).clamp(min=1e-9)  # not 0
+        # The mean is 0 in a block without tokens: clamp it, so that no division is by 0.
+        mean = (counts.sum(1, keepdim=True) / self._sizes).clamp(min=1e-9)
         unused = ((counts == 0) & self._exists).sum()
         return torch.stack(((counts / mean).max().double(), unused.double()))
 
@@ -170,11 +171,12 @@ class ExpertLoad:
     def update_biases(self, counts: Tensor) -> None:
         """Lower the biases of experts with more tokens than the mean, and raise those with fewer.
 
-        Call it after a step with counts [L, E] summed over ranks, so that all ranks do the same.
+        Call it after a step on all ranks, with counts [L, E] summed over ranks, so that the biases
+        stay equal on all of them.
         """
         if not self._rate:
             return
-        # The sign of mean - count, from both times the number of experts, which are integers.
+        # Compute the sign of mean - count from integers: both times the number of experts.
         moves = (counts.sum(1, keepdim=True) - counts * self._sizes).sign()
         for move, (name, size) in zip(moves, self._experts.items(), strict=True):
             if name in self._biases:
@@ -186,12 +188,17 @@ class ExpertLoad:
     def _count(
         self, index: int, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
-        """Count the tokens of a call of experts; a forward pre-hook. `index`: the row of counts."""
+        """Count the tokens of a call of experts; a forward pre-hook.
+
+        `index`: the module's index in the first dim of the counts.
+        """
         if self._masks is None:
             return
         numbers = _numbers((*args, *kwargs.values()))
         counts, seen = self.counts[index], [m for m in self._masks if m.numel() == len(numbers)]
-        if seen:  # a call with a tile of the tokens fits no mask, so all of its tokens count
+        if seen:
+            # A call with a tile of the tokens fits no mask: then `seen` is empty, and all tokens
+            # count.
             numbers = numbers.masked_fill(~seen[0].reshape(-1, 1), len(counts))
         # The last column counts masked tokens and entries without an expert, whose index is this
         # module's number of experts or more.

@@ -27,7 +27,7 @@ __all__ = ["RouterLosses", "check_router_losses", "make_router_losses"]
 
 
 def _find_routers(model: Any) -> list[tuple[nn.Module, int]]:
-    """Return the routers of a transformers model, which it declares for its own losses.
+    """Return the routers that a model of transformers declares, for its own router losses.
 
     Each router comes with the index of the logits [N, E] in its output. Raises ValueError for a
     model that declares none.
@@ -38,7 +38,8 @@ def _find_routers(model: Any) -> list[tuple[nn.Module, int]]:
     recorders = {id(r): r for kind in kinds if (r := kind.get("router_logits")) is not None}
     for recorder in recorders.values():
         if isinstance(recorder, list) or not hasattr(recorder, "target_class"):
-            break  # declared in a form that does not name one class
+            # This declaration does not name one class, so routers cannot be found by it.
+            break
         found += [
             (part, recorder.index)
             for name, part in model.named_modules()
@@ -86,7 +87,8 @@ class _Routing:
         seen = self.tokens(len(logits)).unsqueeze(-1)
         probabilities = logits.softmax(-1)
         chosen = probabilities.topk(top_k, dim=-1).indices
-        counts = torch.zeros_like(probabilities).scatter_(-1, chosen, 1)  # one-hot of k experts
+        # `counts` [N, E] is 1 for the k experts of each token, and 0 for the others.
+        counts = torch.zeros_like(probabilities).scatter_(-1, chosen, 1)
         self.counts = counts.mul_(seen).sum(0) + self.counts
         self.probabilities = probabilities.mul_(seen).sum(0) + self.probabilities
         self.z = self.z + (logits.logsumexp(-1) ** 2 * seen[:, 0]).sum()
@@ -99,11 +101,12 @@ class _Routing:
         """
         seen = self.tokens(len(logits)).unsqueeze(-1)
         softmax = logits.softmax(-1)
-        # d aux / d p = E f / tokens, with f in `counts`; then through the softmax p of the logits:
-        # d / d logits = p (g - sum(p g)).
+        # `of_p` is d aux / d p = E f / tokens, with f in `counts`. Then through the softmax p of
+        # the logits: d / d logits = p (g - sum(p g)) for a gradient g of p.
         of_p = self.counts * (coefficients.aux * len(self.counts) / self.num_rows)
         of_logits = softmax * (of_p - (softmax * of_p).sum(-1, keepdim=True))
-        if coefficients.z:  # z is the mean of lse^2, and d lse / d logits is the softmax
+        if coefficients.z:
+            # z is the mean of lse^2 with lse = logsumexp(logits), whose gradient is the softmax.
             lse = logits.logsumexp(-1, keepdim=True)
             of_logits += softmax * (lse * 2 * coefficients.z / self.num_rows)
         return of_logits * seen * (self.scale * self.weight)
@@ -155,7 +158,7 @@ class RouterLosses:
         self._routing = None
 
     def scaling(self) -> Callable[[Tensor], None]:
-        """Return a function that multiplies the gradients of the last forward's losses by [].
+        """Return a function that scales the gradients of the last forward's losses by a tensor [].
 
         The gradients are computed in backward, so call the function before that.
         """
@@ -175,10 +178,11 @@ class RouterLosses:
         routing = self._routing
         assert routing is not None
         routing.is_over = True
-        # One transfer for all sums: [E] choices, [E] probabilities, z, number of tokens.
+        # All-reduce all sums in one transfer: [E] choices, [E] probabilities, z, number of tokens.
         rest = torch.stack((routing.z, routing.num_rows)).to(routing.counts.dtype)
         totals = torch.cat((routing.counts, routing.probabilities, rest))
-        if not routing.whole:  # routers saw this rank's tokens only
+        if not routing.whole:
+            # The routers saw only this rank's tokens, so add the sums of all ranks.
             tag = Tag(Purpose.LOSS, tensor="routers")
             totals = self._channel.all_reduce(totals, tag=tag).wait()
         num_rows = totals[-1].clamp(min=1)
@@ -256,7 +260,7 @@ def check_router_losses(
     num_stages: int,
     tiles: int,
 ) -> None:
-    """Raise ValueError if model or layout cannot have the losses or the bias updates asked for.
+    """Raise ValueError if the model cannot have these losses or bias updates, or not as split.
 
     `experts`: the result of `isp.models.moe.load_balance.experts_of`; `num_stages`: the number of
     pipeline stages; `tiles`: tokens of a tile, 0 without tiles.

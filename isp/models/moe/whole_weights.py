@@ -83,7 +83,7 @@ class ShardedExperts(ABC):
 
     @abstractmethod
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Compute the experts of all tokens, as the module's forward."""
+        """Return the summed results of each token's experts, as the module's own forward does."""
 
     def on_whole(self, code: Callable[..., Tensor], *args: Any) -> Tensor:
         """Return `code(*args)`, run with whole stacks as the module's parameters.
@@ -102,7 +102,9 @@ class ShardedExperts(ABC):
         reads = _BackwardReads(self)
         with self.whole(Phase.FORWARD) as whole:
             tie, *inside = _Enter.apply(*inputs, whole, reads)
-            for i, x in zip(places, inside, strict=False):  # after these come the stacks
+            # The last tensors in `inside` are the stacks, which are no arguments: `zip` ends
+            # before.
+            for i, x in zip(places, inside, strict=False):
                 leaves[i] = x
             with reads.positions_saved(whole):
                 y = self._run(code, tree_unflatten(leaves, spec), inside[len(places) :])
@@ -125,7 +127,10 @@ class ShardedExperts(ABC):
     def _run(
         self, code: Callable[..., Tensor], args: Sequence[Any], whole: Sequence[Tensor]
     ) -> Tensor:
-        """Return `code(*args)`, run with `whole` as the module's stacks; no view of a stack."""
+        """Return `code(*args)`, run with `whole` as the module's stacks.
+
+        If the result is a view of a stack, a copy of it is returned.
+        """
         names = (weight.weight_name for weight in self.weights)
         with reparametrized(self.module, dict(zip(names, whole, strict=True))):
             y = code(*args)
@@ -141,7 +146,8 @@ class ShardedExperts(ABC):
         its arguments.
         """
         given = [x for x in tensors_in(args, kwargs) if x.is_floating_point()]
-        given = [x for x in given if not x.is_inference()]  # inference tensors have no version
+        # Leave out inference tensors, of which torch counts no versions.
+        given = [x for x in given if not x.is_inference()]
         versions = [version_of(x) for x in given]
         y = code(*args, **kwargs)
         if not isinstance(y, Tensor):
@@ -163,7 +169,8 @@ class ShardedExperts(ABC):
         """
         if not needs:
             return None
-        if dw is None:  # no token used the stack, but all ranks must take part in the reduction
+        if dw is None:
+            # No token used the stack, but all ranks must take part in the reduction.
             dw = weight.weight.new_zeros(weight.layouts[weight.weight_name].global_shape)
         returned = needs is NeedsGrad.VALUE
         return self.communicator.grad_hook(dw, module=weight, returned=returned)
@@ -197,7 +204,8 @@ class _BackwardReads:
 
     def begin(self) -> None:
         """Gather the stacks for a backward."""
-        self.end()  # in case an earlier backward of the same graph failed
+        # Free the stacks that an earlier backward of the same graph left if it failed.
+        self.end()
         self._whole = self._use.enter_context(self.experts.whole(Phase.BACKWARD))
 
     def end(self) -> None:
@@ -249,7 +257,7 @@ def _same(x: Tensor) -> Tensor:
 
 
 def _index_in(x: Tensor, memories: Sequence[int]) -> int | None:
-    """Return the index of the whole stack that x is a view of; None: of none.
+    """Return the index of the whole stack that x is a view of; None if it is no view of a stack.
 
     `memories`: the storages of the stacks. Views, views of views and detached views have only their
     storage in common.
@@ -274,14 +282,16 @@ class _Enter(Function):
     def forward(ctx: Any, *given: Any) -> tuple[Tensor, ...]:
         *inputs, whole, reads = given
         ctx.reads = reads
-        # Otherwise autograd would allocate zeros as the gradient of a stack that is not used.
+        # Without this, autograd would allocate zeros as the gradient of a stack that is not used.
         ctx.set_materialize_grads(False)
         num_x = len(inputs) - len(whole)
-        stacks = [w.detach() for w in whole]  # outputs must be new tensors: the pool keeps `whole`
+        # The outputs of the node must be new tensors, because the pool keeps those in `whole`.
+        stacks = [w.detach() for w in whole]
         needed = ctx.needs_input_grad[num_x : len(inputs)]
         frozen = [w for w, needs in zip(stacks, needed, strict=True) if not needs]
         ctx.mark_non_differentiable(*frozen)
-        # On the weights' device, because autograd runs the nodes of each device in its own thread.
+        # Make the tie on the weights' device, because autograd runs the nodes of each device in its
+        # own thread.
         tie = whole[0].new_empty(0)
         return tie, *(x.detach() for x in inputs[:num_x]), *stacks
 
@@ -316,14 +326,14 @@ class _Leave(Function):
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         reads: _BackwardReads = ctx.reads
-        # First: in a recomputed block, reading the tie starts the recompute, which runs up to here
+        # Read the tie first: in a recomputed block this starts the recompute, which runs up to here
         # with all its gathers and exchanges.
         (tie,) = ctx.saved_tensors
         reads.begin()
         _, reaches_enter = needs_grad(ctx, 2)
         if not reaches_enter:
-            # `_Enter` does not run, so it cannot free the stacks: `torch.autograd.grad` asks only
-            # for a tensor inside, or only biases are trained and x has no gradient. Free the stacks
+            # In two cases `_Enter` does not run in backward: `torch.autograd.grad` asks only for a
+            # tensor inside, or only biases are trained and x has no gradient. Then free the stacks
             # at the end of the backward pass.
             call_after_backward(reads.end)
         return dy, tie.detach(), None

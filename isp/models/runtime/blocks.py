@@ -36,7 +36,7 @@ class Blocks:
         stages: Iterable[Stage],
         position: Position,
     ) -> None:
-        """`stages`: the pipeline stages of this rank; the blocks of others are left out."""
+        """`stages`: the pipeline stages of this rank; blocks of other stages are left out."""
         what, tracker = recomputation, RngStatesTracker(layers.device)
         self._trace, self._calls, self._layers = trace, trace.calls_in, layers
         self._position = position
@@ -112,7 +112,8 @@ class Blocks:
             first, *others = kwargs.items()
             forward, args, kwargs = _by_name(forward, first[0]), first[1:], dict(others)
         form, instead = self._trace.outputs.get(block), around.instead
-        if block in instead.left_out:  # a block of another pipeline stage
+        if block in instead.left_out:
+            # The block is on another pipeline stage: return its input, or what this stage received.
             x = args[0] if instead.received is None else instead.received
             return x if form is None else form.around(x)
 
@@ -122,8 +123,10 @@ class Blocks:
         kept = self._kept_calls(block, module, args)
         calls, recomputed = self._calls[block], self.recomputed[block]
 
-        def run(*args: Any) -> Any:  # once in forward, and again in each recompute
-            # A recompute between linears reads no weight, so the plan does not contain it.
+        # Runs once in forward, and again in each recompute.
+        def run(*args: Any) -> Any:
+            # If only what is between linears is recomputed, the recompute reads no weight, so the
+            # prefetch plan does not contain this pass.
             planned = recomputed or not self._layers.communicator.is_recomputing
             own = ForwardPass(block, calls, masks, kept=kept, planned=planned)
             keeping = nullcontext() if kept is None else kept.passing()
@@ -136,7 +139,8 @@ class Blocks:
             out = self._between(run, *args) if self.between_linears else run(*args)
         if block == instead.last_block:
             assert form is not None
-            # Nothing after this block runs on this stage: its output goes to the next one.
+            # End the forward here: no code after this block runs on this stage, and its output goes
+            # to the next stage.
             raise ForwardEnd(form.hidden_of(out).to(self._layers.dtype))
         return out
 
@@ -145,13 +149,13 @@ class Blocks:
         kinds = self._of_recomputed if self.recomputed[block] else self._of_others
         if not kinds or not torch.is_grad_enabled():
             return None
-        # The key for `_known`: which results a recompute reads depends on the block's operations,
-        # and so on its mode and on which tensors have gradients.
+        # `_known` has a key for each case in which a recompute may read other results: these depend
+        # on the block's operations, and so on its mode and on which tensors have gradients.
         tensors = (*args, *module.parameters())
         trained = tuple(x.requires_grad for x in tensors if isinstance(x, Tensor))
         return KeptCalls(kinds, self._known, (block, module.training, trained))
 
 
 def _by_name(forward: ModuleForward, name: str) -> ModuleForward:
-    """Return `forward` with its argument called `name` as the first positional one."""
+    """Return a function that passes its first positional argument to `forward` as `name`."""
     return lambda x, **kwargs: forward(**{name: x}, **kwargs)

@@ -78,8 +78,9 @@ def groups_of(model: nn.Module, trace: ModelTrace) -> tuple[tuple[str, ...], ...
         if not cut or calls[call.module] > 1 or any(uses[p] > 1 for p in own.values()):
             return number
         form = tuple((local, p.dtype, p.requires_grad) for local, p in own.items())
-        # `given` numbers the input tensor: another number if it was written into in between. Unused
-        # linears (of indexers) get no gradient, so they are fused only with each other.
+        # `call.given` is a number for the input tensor, which changes if the tensor is written into
+        # between two calls. Unused linears (of indexers) get no gradient, so they are fused only
+        # with each other.
         return call.block, call.given, form, names.isdisjoint(trace.unused)
 
     runs = (list(run) for _, run in groupby(enumerate(trace.calls), key=kind))
@@ -150,12 +151,13 @@ class FusedLinears:
 
         Raises RuntimeError if x is not the tensor that the first linear was called with.
         """
-        # Without gathering, the parameters are whole; without gradients, no fused node is needed.
+        # Run the linear's own code if its parameters are whole, because no weight is gathered, and
+        # no gradient is needed. Otherwise the fused node computes all linears.
         if not (self.communicator.gathers_weights or torch.is_grad_enabled()):
             own: Tensor = original(x)
             return own
         if number == 0:
-            # Reversed, so that `pop` below takes the output of the linear that is called.
+            # Reverse the outputs, so that `pop` below takes that of the linear that is called.
             self._x, self._outputs = x, list(self._multiply(x))[::-1]
         elif x is not self._x:
             raise RuntimeError(
@@ -163,7 +165,9 @@ class FusedLinears:
                 f" but with the same one when the model was traced, so isp computed them together"
             )
         y = self._outputs.pop()
-        if not self._outputs:  # free the input
+        if not self._outputs:
+            # This was the last linear of the group: drop the input, so that its memory can be
+            # freed.
             self._x = None
         return y
 
@@ -192,7 +196,8 @@ class _Fused(Function):
     ) -> tuple[Tensor, ...]:
         with layer.communicator.unshard(layer, Phase.FORWARD, weight, bias) as full:
             ys = _products(x, full, layer.sizes)
-        # None: the gradient of a tensor that is no parameter, which only autograd can deliver.
+        # `ctx.parameter` is None if the weight is a tensor but no parameter: only autograd can
+        # deliver the gradient of such a tensor.
         ctx.layer, ctx.parameter = layer, weight if isinstance(weight, nn.Parameter) else None
         need_x, need_w, _, _ = ctx.needs_input_grad
         # The shard is saved, not the whole weight: backward gathers again.
@@ -211,7 +216,8 @@ class _Fused(Function):
         dys = tuple([dy.flatten(0, -2) for dy in given])  # [N, Oi]
         dx = dw = db = None
         with use as full:
-            if needs_w:  # first, so that its reduce-scatter overlaps with the product for dx
+            if needs_w:
+                # Compute dW first, so that its reduce-scatter overlaps with the product for dx.
                 flat_x = in_dtype(x.flatten(0, -2), dys[0].dtype)
                 dw = communicator.add_product(
                     dys,
@@ -240,8 +246,8 @@ def _products(x: Tensor, full: FullWeights, sizes: Sequence[int]) -> tuple[Tenso
 def _input_gradient(dys: Sequence[Tensor], weight: Tensor, sizes: Sequence[int]) -> Tensor:
     """Return dx [N, I], the sum of dyi Wi.
 
-    Added from the last linear to the first, which is autograd's order for separate linears: so the
-    bits are those of the plain model.
+    Adds from the last linear to the first, as autograd does for separate linears, so that the
+    result has the same bits as in the plain model.
     """
     pairs = zip(reversed(dys), reversed(weight.split_with_sizes(sizes)), strict=True)
     (dy, rows), *others = pairs

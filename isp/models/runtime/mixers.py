@@ -34,7 +34,7 @@ LocalOf = Callable[[AttentionKind], LocalAttention]
 def local_of(
     layers: RankLayers, backend: AttentionBackend, given: LocalAttention | None
 ) -> LocalOf:
-    """Return a function that returns the implementation of each kind of attention.
+    """Return a function from a kind of attention to its implementation on one rank.
 
     The implementation is `given` for all kinds; or, if that is None, the one that `backend` has for
     the kind on the device of `layers`.
@@ -84,7 +84,8 @@ class TracedMixers:
         """True once the log says how scans exchange data."""
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Tensor:
-        """Compute attention over the sequence of all ranks, as `Mixers.attend`."""
+        """Compute attention over the sequence of all ranks; for the arguments see
+        `Mixers.attend`."""
         now, call = self._position.mix(Kind.ATTENTION, q)
         causal, window, scale, softcap, _, chunk, chosen, _ = options
 
@@ -92,10 +93,11 @@ class TracedMixers:
             extras: dict[str, Any] = {"sinks": options.of_heads(q.shape[2]), "chosen": chosen}
             extras = {name: extra for name, extra in extras.items() if extra is not None}
             assert call.sizes is not None
-            # The sizes of heads are those of the trace; scale and softcap those of this call.
+            # Take the sizes of heads from the trace, and scale and softcap from this call, which
+            # may have others than the traced one.
             core = self._core(call.sizes.attention_kind._replace(scale=scale, softcap=softcap))
-            # The mask is that of all tokens of the sequence. If features are split, attention is in
-            # a region and q has them all; otherwise q has this rank's tokens.
+            # The mask must be that of all tokens of the sequence. If features are split, attention
+            # is in a region, where q has all tokens. Otherwise q has this rank's tokens.
             parts = 1 if self._layers.splits_features else self._layers.tensor.size
             mask = now.masks(causal, window, chunk, (len(q), q.shape[1] * parts))
             out = core(q, k, v, mask=mask, **extras)
@@ -105,7 +107,7 @@ class TracedMixers:
         return now.keep(Kind.ATTENTION, compute)
 
     def convolve(self, x: Tensor, weight: Tensor, bias: Tensor | None, dilation: int) -> Tensor:
-        """Compute a causal convolution, as `Mixers.convolve`."""
+        """Compute a causal convolution over all ranks; for the arguments see `Mixers.convolve`."""
         now, _ = self._position.mix(Kind.CONVOLUTION, x)
 
         def compute() -> Tensor:
@@ -116,7 +118,7 @@ class TracedMixers:
         return now.keep(Kind.CONVOLUTION, compute)
 
     def scan(self, recurrence: Recurrence, inputs: Inputs) -> Tensor:
-        """Compute a scan over all ranks, as `Mixers.scan`.
+        """Compute a scan over all ranks; for the arguments see `Mixers.scan`.
 
         Ranks either exchange tokens for heads, or pass states on from rank to rank, as
         `parallel.sequence_scan` says; auto chooses the way that receives fewer bytes.
@@ -128,19 +130,23 @@ class TracedMixers:
             flat = inputs.flat()
             placement = now.masks.placement(self._sequence, self._layers.token_ranks, x)
             way = self._sequence.scan
-            # Computed from sizes that are equal on all ranks, so that they choose the same way.
+            # Choose by sizes that are equal on all ranks, so that all ranks choose the same way.
             if way is SequenceScan.AUTO:
                 way = cheaper_way(recurrence, flat, placement)
                 if not self._reported and placement.channel.size > 1:
                     self._reported = True
-                    logger.info("scans: by %s (auto: fewest bytes received per rank)", way)
+                    logger.info(
+                        "parallel.sequence_scan=auto: scans run by %s, where a rank receives the"
+                        " fewest bytes",
+                        way,
+                    )
             scan = scan_by_heads if way is SequenceScan.HEADS else scan_by_state
             return scan(self._layers.recurrence(recurrence), flat, placement).view(x.shape)
 
         return now.keep(Kind.SCAN, compute)
 
     def choose(self, indexer: Indexer) -> Tensor:
-        """Return the indices of the keys that an indexer chooses, as `Mixers.choose`.
+        """Return the indices of the keys that an indexer chooses; see `Mixers.choose`.
 
         The trace has no call for this. A recompute reuses the indices whenever it reuses results of
         attention. Raises ValueError in modes that split features.

@@ -59,7 +59,7 @@ class _ShardedModule:
 
     @property
     def weights(self) -> tuple[Self]:
-        """The holders of the weights that a call of the module reads: this one alone."""
+        """The holders of the weights that a call of the module reads: only this object."""
         return (self,)
 
     @property
@@ -83,8 +83,8 @@ class ShardedLinear(_ShardedModule):
 
     A column linear must be called with the input of its region, which `entrance` made. The output
     of a row linear is summed over ranks; its bias is added after the sum, or it would be added once
-    for each rank. A bias that is whole on each rank, because other code reads it, too, is also
-    added after the product.
+    for each rank. If other code reads the bias, it is whole on each rank, and is also added after
+    the product.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class ShardedLinear(_ShardedModule):
         entrance: Entrance | None,
         bias_is_whole: bool,
     ) -> None:
-        """`entrance`: the entrance of the region in which the linear is a column; None: in none.
+        """`entrance`: that of the region in which the linear is a column; None: it is no column.
 
         `plan`: the tensor-parallel plan; None: mode isp. `bias_is_whole`: True if each rank has the
         whole bias.
@@ -113,7 +113,9 @@ class ShardedLinear(_ShardedModule):
         is_local = self._sends_nothing and entrance is None
 
         def forward(x: Tensor) -> Tensor:
-            if is_local and not torch.is_grad_enabled():  # the weight is whole: fastest
+            if is_local and not torch.is_grad_enabled():
+                # The weight is whole and no gradient is needed: the module's own forward is
+                # fastest.
                 own: Tensor = inner(x)
                 return own
             if entrance is None:
@@ -156,7 +158,7 @@ class ShardedEmbedding(_ShardedModule):
         def look_up_own(ids: Tensor) -> Tensor:
             return look_up(ids, self.weight, self)
 
-        # Any arguments: OPT's table of positions takes more than ids.
+        # The forward must take any arguments, because OPT's table of positions takes more than ids.
         def forward(*args: Any, **kwargs: Any) -> Tensor:
             instead = self._position.instead(self.name)
             is_local = self._sends_nothing and instead is None and not torch.is_grad_enabled()
@@ -168,13 +170,14 @@ class ShardedEmbedding(_ShardedModule):
 
     @property
     def padding_idx(self) -> int:
-        """The row of this table's gradient that stays zero, for `padding_idx`; -1: no row."""
+        """The index into this table's gradient at which it stays zero (`padding_idx`); -1: none."""
         row = self.module.padding_idx
         if not isinstance(row, int):
             return -1
-        if self.communicator.gathers_weights:  # the gradient is of the whole table
+        if self.communicator.gathers_weights:
+            # Backward computes the gradient of the whole table, so the index stays the same.
             return row
-        # The gradient is of this rank's rows only.
+        # Backward computes the gradient of this rank's rows only: count from the first of them.
         ((start, stop),) = self.layouts["weight"].intervals()
         return row - start if start <= row < stop else -1
 
@@ -208,14 +211,14 @@ def shard_parameters(
     are not used. `rows`: by name of a parameter, its rows in a fused parameter. Buffers are moved
     to the device when the iterator ends.
     """
-    # By id of a parameter, the modules that have it, each with its name there.
+    # `uses`: by id of a parameter, the modules that have it, each with the parameter's name there.
     uses: dict[int, list[tuple[nn.Module, str]]] = {}
-    # The fused parameters, by name.
+    # By the name of a fused parameter, this rank's shard of it.
     wholes: dict[str, ShardedParameter] = {}
     for module in model.modules():
         for local, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
             uses.setdefault(id(parameter), []).append((module, local))
-    # Computed before the loop, which empties `uses` and replaces the parameters.
+    # Compute this before the loop, which empties `uses` and replaces the parameters.
     matrices = {
         name: matrices_in(model, trace, name, len(uses[id(p)]))
         for name, p in model.named_parameters()
@@ -241,7 +244,8 @@ def shard_parameters(
         shard = nn.Parameter(part, requires_grad=parameter.requires_grad)
         for module, local in uses.pop(id(parameter)):
             setattr(module, local, shard)
-        del parameter  # the last reference: whole weights are freed one by one
+        # This is the last reference to the whole parameter, so whole weights are freed one by one.
+        del parameter
         yield ShardedParameter(name, shard, layout, whole)
     for prefix, module in model.named_modules():
         for local, buffer in module.named_buffers(recurse=False):
@@ -258,7 +262,7 @@ def _layout(
     layers: RankLayers,
     plan: TensorPlan | None,
 ) -> ParameterLayout:
-    """Return the layout of a parameter: how its shard is cut, or that each rank has all of it.
+    """Return the `ParameterLayout`: how the parameter is cut, or that each rank has all of it.
 
     Without a `plan` (mode isp) weights are cut by rows over the weight group, and embedding tables
     by hidden features if `embed_split_hidden` is set. With a plan, they are cut as the plan says.
@@ -274,7 +278,8 @@ def _layout(
             return layers.replicated_layout(shape)
         is_table = any(parameter is model.get_submodule(name).weight for name in trace.tables)
         return layers.sharded_layout(shape, dim=int(is_table and layers.embed_split_hidden))
-    # Biases of experts: each rank has all, but only its own experts give them gradients.
+    # The parameter is a bias of experts: each rank has all of it, but only the rank's own experts
+    # give it gradients.
     if layers.experts_stay and holds_experts(module):
         return layers.replicated_layout(shape, sees_part=True)
     if parameter is model.get_submodule(plan.table).weight or name in plan.vectors:
@@ -290,7 +295,10 @@ def _layout(
 
 
 def _whole(among: FusedRows, parameter: nn.Parameter, layers: RankLayers) -> ShardedParameter:
-    """Make the rank's shard, without values, of the fused parameter that has `parameter`'s rows."""
+    """Make the rank's shard of a fused parameter, without values.
+
+    `parameter`: one of those that are fused; `among`: the place of its rows in the fused one.
+    """
     shape = among.rows_before + parameter.shape[0] + among.rows_after, *parameter.shape[1:]
     layout = layers.sharded_layout(shape, dim=0)
     shard = torch.empty(layout.local_shape, device=layers.device, dtype=layers.dtype)
@@ -313,8 +321,8 @@ def _own_part(
     if whole is None:
         part = torch.empty(layout.local_shape, device=layers.device, dtype=dtype)
     else:
-        # start, stop: the rank's rows, counted in this parameter. first: the rank's first row,
-        # counted in the fused parameter.
+        # `start`, `stop`: the rank's rows, as indices into this parameter. `first`: the rank's
+        # first row, as an index into the fused parameter.
         ((start, stop),), ((first, _),) = layout.intervals(), whole.layout.intervals()
         begin = max(layout.rows_before + start - first, 0)
         part = whole.parameter.detach()[begin : begin + stop - start]

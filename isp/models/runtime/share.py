@@ -44,12 +44,12 @@ def run_with_a_share(
 ) -> None:
     """Run the model for one of `size` tensor ranks on meta tensors, to check shapes and heads.
 
-    `build`: makes the stage module of the traced model `shape`. The mode is always msp, because
-    there the number of tokens inside a region differs from that outside, so that code which mixes
-    up the two fails. Raises ValueError, or an error of the model's code, if the model does not run
-    on a rank's share of the features.
+    `build`: makes the stage module of the traced model `shape`. The mode is always msp, because in
+    it the number of tokens inside a region differs from the number outside, so code that confuses
+    the two fails. Raises ValueError, or an error of the model's code, if the model does not run on
+    a rank's share of the features.
     """
-    # A channel that acts as rank 0 of `size` ranks and sends nothing.
+    # `tensor` is a channel that acts as rank 0 of `size` ranks and sends nothing.
     tensor, tokens = DryChannel("tensor", size, 0), 8 * size
     layers = RankLayers(
         mode=Mode.MSP,
@@ -59,7 +59,8 @@ def run_with_a_share(
         device=torch.device("meta"),
         dtype=torch.float32,
     )
-    attentions = (call for call in trace.calls if call.sizes is not None)  # in the order of calls
+    # `attend` compares each call of attention with the next traced one.
+    attentions = (call for call in trace.calls if call.sizes is not None)
 
     def attend(
         q: Tensor, k: Tensor, v: Tensor, *, mask: AttentionMask, sinks: Tensor | None = None
@@ -106,11 +107,13 @@ def check_shares(
     with local_calls(model, gradients=True), ExitStack() as stack:
         shares = _Shares(model, plan, size, stack)
         whole = forward(model, ids, positions)
-        for rank in sorted({0, 1, size - 1}):  # a few suffice: wrong code is wrong on each rank
+        # A few ranks suffice, because wrong code is wrong on each rank.
+        for rank in sorted({0, 1, size - 1}):
             shares.begin(rank)
             for name, vector in vectors.items():
                 owner, _, local = name.rpartition(".")
-                # One element for each head, so a rank has the elements of its heads.
+                # The vector has one element for each head, so a rank gets the elements of its
+                # heads.
                 own = nn.Parameter(vector.chunk(size)[rank], requires_grad=False)
                 setattr(model.get_submodule(owner), local, own)
             if shares.differ(whole, forward(model, ids, positions)):
@@ -118,24 +121,26 @@ def check_shares(
                     f"code after {plan.head} computes over all {whole.shape[-1]} logits of a token,"
                     f" of which a rank has a part"
                 )
-        # Raised last, because an error in forward, which also changes gradients, says more.
+        # Raise errors of gradients last, because an error in forward, which also changes gradients,
+        # says more.
         if shares.of_gradients:
             raise ValueError(shares.of_gradients)
 
 
 class _Given(NamedTuple):
-    """The record of a row linear's call in the whole run."""
+    """The record of a row linear's call in the run with all features (the whole run)."""
 
     x: Tensor
-    """The input, [.., I]."""
+    """The input of the linear, [.., I]."""
     gradients: tuple[Tensor | None, ...]
-    """The gradients of a fixed weighted sum of x by the outputs of the columns before the row."""
+    """The gradients of a fixed weighted sum of x with respect to the outputs of the column linears
+    that were called before this row linear."""
     y: Tensor
-    """The output."""
+    """The output of the linear."""
 
 
 class _Shares:
-    """Replaces column and row linears, to run a model with all features and then with one rank's.
+    """Replaces column and row linears, to run a model with all features and then with a share.
 
     The first forward is the whole run; `begin` starts the run of a rank.
     """
@@ -184,7 +189,8 @@ class _Shares:
                 whole = _share(whole, self._rank, self._size, dim)
         if whole.shape != own.shape:
             return True
-        apart = torch.where(whole == own, 0, whole - own).abs()  # 0 for equal infinities, not NaN
+        # Equal infinities differ by 0; their difference would be NaN.
+        apart = torch.where(whole == own, 0, whole - own).abs()
         largest = whole.masked_fill(whole.isinf(), 0).abs().max() if own.numel() else 0
         return bool(own.numel()) and not bool(apart.max() <= limit * largest)
 
@@ -199,18 +205,20 @@ class _Shares:
         if self._rank is None:
             with torch.no_grad():
                 self._whole[key] = forward(x)
-        # From the whole run also on a rank: so an error before this column has no effect after it.
+        # Take the output of the whole run in a rank's run as well: then an error before this column
+        # has no effect after it.
         y = self._whole[key]
         if self._rank is not None:
             y = _share(y, self._rank, self._size)
         self._leaves.append(y.detach().requires_grad_())
-        # A copy, because the model may write into it.
+        # Return a copy, because the model may write into it.
         return self._leaves[-1].clone(memory_format=torch.contiguous_format)
 
     def _row(self, name: str, forward: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
         """Return a row's output in the whole run; check input and gradients in a rank's run.
 
-        Raises ValueError if the input is not the rank's share; records the error for gradients.
+        Raises ValueError if the input is not the rank's share. If only the gradients differ, keeps
+        the error in `of_gradients`, because an error in forward says more.
         """
         key, gradients = self._key(name), self._gradients(x)
         if self._rank is None:
@@ -224,10 +232,12 @@ class _Shares:
                 said = self._message("", name, whole.x.shape[-1], " in its backward pass")
                 self.of_gradients = self.of_gradients or said
         self._other = ""
-        return whole.y.clone()  # a copy, because the model may write into it
+        # Return a copy, because the model may write into it.
+        return whole.y.clone()
 
     def _gradients(self, x: Tensor) -> tuple[Tensor | None, ...]:
-        """Return the gradients of a fixed weighted sum of x by the outputs of the columns before.
+        """Return the gradients of a fixed weighted sum of x with respect to earlier columns'
+        outputs.
 
         Outputs that x does not depend on are kept for a later row: a block may call the columns of
         several rows first.
@@ -245,16 +255,20 @@ class _Shares:
     def _gradients_differ(
         self, whole: tuple[Tensor | None, ...], own: tuple[Tensor | None, ...]
     ) -> bool:
-        """Return whether `own` gradients are not the rank's share, or only one run has them."""
+        """Return whether the rank's `own` gradients are not its share of the whole run's gradients.
+
+        Also True if only one of the two runs has a gradient.
+        """
         if [x is None for x in whole] != [x is None for x in own]:
             return True
         pairs = zip(whole, own, strict=True)
         return any(a is not None and b is not None and self.differ(a, b, 1e-3) for a, b in pairs)
 
     def _compare_output(self, name: str, _: nn.Module, __: Any, output: Any) -> None:
-        """Compare the output of a module between a column and a row with that in the whole run.
+        """Compare the output of a module between column and row with its output in the whole run.
 
-        A forward hook. Records the first module that differs, to name it if the row's input does.
+        A forward hook. Records the first module whose outputs differ, so that the error for a wrong
+        input of the row linear can name it.
         """
         key = self._key(name)
         if not isinstance(output, Tensor):
@@ -267,8 +281,8 @@ class _Shares:
     def _message(self, place: str, row: str, features: int, where: str = "") -> str:
         """Return the error message for a row whose input is not the rank's share.
 
-        `place`: the module at fault; empty: unknown, so the region's module is named. `where`: text
-        after "all features", such as " in its backward pass".
+        `place`: the module at fault; "": it is unknown, so the region's module is named. `where`:
+        text that follows "all features", such as " in its backward pass".
         """
         regions = self._plan.regions
         place = place or next(r.module for r in regions if row.startswith(f"{r.module}."))

@@ -83,8 +83,8 @@ class StageModule:
         tokens."""
         self._interface, self._layers = interface, holders.layers
         self.holders, self.position, self._blocks = holders, holders.position, blocks
-        # Listed once: listing the modules in each forward takes 0.01 ms a block. Modules that are
-        # added to the model later are not in the trace, so their calls fail anyway.
+        # List the modules once: listing them in each forward takes 0.01 ms a block. Modules that
+        # are added to the model later are not in the trace, so their calls fail anyway.
         self._modules = tuple(self.model.named_modules())
         self._weights = weights
         self._outer_calls = tuple(
@@ -104,7 +104,8 @@ class StageModule:
                 holders.linear(self.trace.head),
                 self.trace.vocab_size,
                 chunk_tokens=loss_chunk_tokens,
-                # If the model does nothing to the head's output, its code need not run again.
+                # None if the head's output is the logits: then the loss need not run the model's
+                # code after the head again.
                 after_head=self._after_head if self.trace.changes_logits else None,
                 compile=compile,
             )
@@ -226,9 +227,9 @@ class StageModule:
             self._weights.fill(self.model, () if seed is None else [*self.shards()], seed or 0)
 
     def parts(self) -> dict[str, nn.Module]:
-        """Return `WeightHolders.parts`: by name, blocks and the modules outside of them.
+        """Return by name the blocks and the modules outside of blocks; see `WeightHolders.parts`.
 
-        For a stage, returns only those with its parameters.
+        A module of one pipeline stage returns only the parts with parameters of that stage.
         """
         every = self.holders.parts()
         if self._stage is None:
@@ -255,15 +256,16 @@ class StageModule:
             return self._run_model(x, positions, masks, instead)
 
     def _run_model(self, x: Tensor, positions: Tensor, masks: Masks, instead: Instead) -> Tensor:
-        """Run the model's own forward in a pass; return its result, or where it ended early.
+        """Run the model's own forward in a pass; return its result, or that of an early end.
 
-        That is the tensor of `ForwardEnd`: the head's input, or a stage's hidden states.
+        A forward ends early by `ForwardEnd`, with the head's input or a stage's hidden states.
         """
         forward_pass = ForwardPass("the model", self._outer_calls, masks, instead=instead)
         with self.position.passing(forward_pass):
             try:
                 return self._interface.forward(self.model, x, positions)
-            except ForwardEnd as end:  # raised at the head, or after a stage's last block
+            except ForwardEnd as end:
+                # `ForwardEnd` was raised at the head, or after a stage's last block.
                 forward_pass.end()
                 return end.hidden
 
@@ -272,7 +274,8 @@ class StageModule:
 
         Raises ValueError if the model cannot run these rows, or was compiled.
         """
-        check_not_compiled(self._modules)  # a user may have compiled it after isp built it
+        # Checked in each forward, because a user may compile the model after isp has built it.
+        check_not_compiled(self._modules)
         parts = self._layers.tensor.size if self._layers.mode.slices_batch else 1
         check_row(self._most_tokens, positions.shape[1] * parts)
         if not self._needs_lengths:
@@ -297,7 +300,9 @@ class StageModule:
         try:
             return self._run_model(ids, positions, Masks(None), instead)
         finally:
-            if before is not None:  # dropout in this extra run must not change later draws
+            if before is not None:
+                # Dropout may have drawn random numbers in this extra run: restore the generators,
+                # so that later draws are the same as without it.
                 restore_generators(self._layers.device, before)
 
 

@@ -60,10 +60,11 @@ class TiledModule:
         layers: RankLayers,
         position: Position,
     ) -> None:
-        """`calls`: the traced calls in the module; `holders`: those of these calls, in their order.
+        """`calls`: the traced calls in the module; `holders`: the holders they read, in that order.
 
         `tokens`: tokens of a tile over all rows of the batch; each tile has at least one token of
-        each row. `output`: the form of the module's output, packed here as one tensor [B, S', E].
+        each row. `output`: the tensors that the module returns, and how to pack them as one [B, S',
+        E].
         """
         self._name, self._calls, self._position = name, calls, position
         self._forward: ModuleForward
@@ -270,7 +271,8 @@ class _InTiles(Function):
     def forward(ctx: Any, x: Tensor, *given: Any) -> Tensor:
         *_, tiled, inside, node = given
         ctx.tiled, ctx.inside, ctx.node = tiled, inside, node
-        ctx.snapshot = tiled.tracker.snapshot()  # backward draws the same dropout masks
+        # Backward restores the generators to this state, so that it draws the same dropout masks.
+        ctx.snapshot = tiled.tracker.snapshot()
         with tiled.unsharded(Phase.FORWARD):
             ctx.tiles = tiled.tiles(x)
             y: Tensor = tiled.compute_all(x, ctx.tiles, inside)
@@ -281,7 +283,7 @@ class _InTiles(Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         tiled: TiledModule = ctx.tiled
         need_x, *needs = needs_grad(ctx, 1 + len(tiled.parameters))
-        # First, because reading x may start the block's recompute, which gathers weights itself.
+        # Read x first, because this may start the block's recompute, which gathers weights itself.
         (x,) = ctx.node.saved_tensors
         trained = [p for p, need in zip(tiled.parameters, needs, strict=True) if need]
         sums = {parameter: _SummedGradient() for parameter in trained}
@@ -298,7 +300,8 @@ class _InTiles(Function):
                     if gradient is not None:
                         sums[parameter].add(gradient)
                 if dx is not None:
-                    dx[:, tile] = 0 if d_leaf is None else d_leaf  # None: y does not depend on x
+                    # `d_leaf` is None if y does not depend on x.
+                    dx[:, tile] = 0 if d_leaf is None else d_leaf
         need_of = dict(zip(tiled.parameters, needs, strict=True))
         gradients = {parameter: total.sum() for parameter, total in sums.items()}
         # `_Sums` has the gradients of gathered weights; autograd returned all others above.

@@ -68,7 +68,7 @@ class WeightHolders:
         self.position, self._blocks, self._forwards = position, blocks, forwards
         self._plan, self._tile_tokens = plan, tile_tokens
         self._tiled = trace.by_token if tile_tokens else {}
-        """By module that runs in tiles, the form of its output."""
+        """By module that runs in tiles, the structure of its output."""
         self._called_in_blocks = frozenset(c.module for c in trace.calls if c.block is not None)
         self._called_outside = frozenset(trace.called_at)
         self.entrances: dict[str, Entrance] = {}
@@ -111,8 +111,8 @@ class WeightHolders:
     def parts(self) -> dict[str, nn.Module]:
         """Return by name the blocks, and the modules outside of blocks that have parameters.
 
-        A module may hold parameters that other code reads, without being called itself. In its
-        place the whole model is returned, under the name "".
+        If a module has parameters that other code reads, but is not called itself, the whole model
+        is returned in its place, under the name "".
         """
         model, trace = self.model, self.trace
         parts = {block: model.get_submodule(block) for block in trace.blocks}
@@ -135,9 +135,9 @@ class WeightHolders:
         reads the weight of the head.
         """
         trace, blocks = self.trace, self._blocks
-        # Weights that backward does not read: those of indexers, which run without a graph, and the
-        # head's, because the loss computes its gradients in forward. Only if per-token results need
-        # gradients, backward reads the head's weight, too.
+        # `forward_only`: modules whose weights backward does not read. These are indexers, which
+        # run without a graph, and the head, because the loss computes its gradients in forward.
+        # Backward reads the head's weight only if per-token results need gradients.
         unused = (name.rpartition(".")[0] for name in trace.unused)
         forward_only = {*unused, "" if head_in_backward or trace.head is None else trace.head}
         return tuple(
@@ -154,10 +154,10 @@ class WeightHolders:
 
     @property
     def _gathered(self) -> Mapping[str, Holder]:
-        """By name of a module, the holders that the declaration lists with their weights.
+        """By name of a module, the holders whose weights `weight_blocks` declares.
 
-        Without experts if there is a tensor-parallel plan, or if each expert stays on one rank:
-        their weights are not gathered then.
+        Experts are left out if there is a tensor-parallel plan, or if each expert stays on one
+        rank, because then their weights are not gathered.
         """
         if self._plan is None and not self.layers.experts_stay:
             return self._holders
@@ -177,10 +177,11 @@ class WeightHolders:
         named = {item.name: item for item in self.named}
         for group in groups:
             weight, bias = (named.get(f"{group[0]}.{local}") for local in ("weight", "bias"))
-            if weight is None or weight.whole is None:  # the block belongs to another stage
+            if weight is None or weight.whole is None:
+                # This rank has no shard of the group, because its block belongs to another stage.
                 continue
             linears = {name: self.model.get_submodule(name) for name in group}
-            # The fused shards; the parameters of the linears are views of these.
+            # `whole`: the fused shards. The parameters of the linears are views of them.
             whole = weight.whole, None if bias is None else bias.whole
             fused = FusedLinears(linears, self.layers.communicator, *whole)
             self._holders |= dict.fromkeys(group, fused)
@@ -188,7 +189,7 @@ class WeightHolders:
                 self._wrap(Kind.LINEAR, name, fused.wrapper(name))
 
     def _hold_others(self) -> None:
-        """Give each of the other linears, tables and experts that are called a holder."""
+        """Give a holder to each called linear, table and module with experts that has none yet."""
         layers, plan, trace = self.layers, self._plan, self.trace
         # Blocks of other stages do not run and get no holders. Modules outside of blocks (None) get
         # one on each stage, since each stage runs the model's own forward.
@@ -215,8 +216,9 @@ class WeightHolders:
     def _wrap(self, kind: Kind, name: str, compute: Wrapper) -> None:
         """Add the wrappers `CALL` and `COMPUTE` of a linear, a table or experts."""
         module, add = self.model.get_submodule(name), self._forwards.add
-        # Experts that stay on their rank call no `unshard`, so the wrapper passes their place of
-        # the plan; in a tiled module, `TiledModule` passes it once for all tiles.
+        # Experts that stay on their rank do not call `unshard`, which would advance the prefetch
+        # plan, so the wrapper advances it. In a tiled module, `TiledModule` does so once for all
+        # tiles.
         stay = kind is Kind.EXPERTS and self.layers.experts_stay and self._tile_of(name) is None
         called = self.position.called(
             kind,
@@ -257,7 +259,8 @@ class WeightHolders:
         return next((name for name in self._tiled if f"{module}.".startswith(f"{name}.")), None)
 
     def _ahead_of(self, call: Call) -> Ahead | None:
-        """Return the module that is computed ahead of its call, with the experts of `call`.
+        """Return the module that is computed together with the experts of `call`, before its own
+        call.
 
         Returns None if there is no such module, if module and experts are not in the same tiled
         module, or if everything between linears is recomputed.
@@ -326,14 +329,16 @@ class WeightHolders:
         `calls`: the calls that the part makes. `forward_only`: linears whose weights backward does
         not read.
         """
-        holders = self._gathered  # without experts that are not gathered
+        # Experts whose weights are not gathered have no holder here.
+        holders = self._gathered
 
         def turn(index: int) -> float:
             """Return a sort key for the call with this index, in the order of reading weights.
 
-            With [Note: Computed ahead], the code of experts runs after the module that is computed
-            ahead, and so do the reads of their weights: their key is that of the module's last call
-            plus a half. In a tiled module all weights are read together, in the order of the calls.
+            With [Note: Computed ahead], a module that is called after experts is computed before
+            their code runs, so it reads its weights first. The key of the experts is then that of
+            the module's last call plus a half. In a tiled module all weights are read together, in
+            the order of the calls.
             """
             call = calls[index]
             own = call.module in holders and self._tile_of(call.module) is None
@@ -358,14 +363,16 @@ class WeightHolders:
             if isinstance(holder, FusedLinears):
                 name = holder.name.removeprefix(f"{call.block}.")
             outer = self._tile_of(call.module)
-            # Recorders hook into the call of a module, or for a mixer into its key in `Position`.
+            # `at`, `key`: where recorders hook in. That is the call of a module, or for a mixer,
+            # which has no module, its key in `Position`.
             at = None if call.kind.mixes else self.model.get_submodule(outer or call.module)
             key = mixing_key(call.module, index) if call.kind.mixes else call.module
             for number, weight in enumerate((None,) if holder is None else holder.weights):
                 inner = f".{weight.weight_name}" if isinstance(weight, ExpertWeight) else ""
                 use = Use(
                     f"{name}{inner}",
-                    launch_point=None if number else launch_point,  # one per call, at its first use
+                    # Only the first use of a call can be the launch point.
+                    launch_point=None if number else launch_point,
                     weight_in_backward=call.kind is not Kind.TABLE
                     and call.module not in forward_only,
                     with_previous=number > 0 if outer is None else latest == outer,
@@ -378,7 +385,8 @@ class WeightHolders:
 
 def _zeros(width: int, dtype: torch.dtype, x: Tensor) -> Tensor:
     """Return zeros in the output shape of a linear or table with `width` features, for input x."""
-    if x.is_floating_point():  # a linear; x of a table is token ids
+    if x.is_floating_point():
+        # The module is a linear: x of a table would be token ids.
         return x.new_zeros(*x.shape[:-1], width)
     return torch.zeros(*x.shape, width, dtype=dtype, device=x.device)
 
@@ -386,8 +394,8 @@ def _zeros(width: int, dtype: torch.dtype, x: Tensor) -> Tensor:
 def _passes(weight: WeightHolder, call: Call) -> int:
     """Return the elements that one token writes and reads at a use of `weight`, for `Use.passes`.
 
-    Counted are, once written and once read: the input of a linear; the row that is looked up in a
-    table; the input of each expert that a token is routed to.
+    Each of these elements counts twice, as it is written and read: the input of a linear; the row
+    that is looked up in a table; the input of each expert that a token is routed to.
     """
     if isinstance(weight, ExpertWeight):
         # Models store the two dims of an expert in either order: count the smaller one.
@@ -414,7 +422,8 @@ def _launch_points(calls: Sequence[Call], reached: Sequence[int]) -> dict[int, L
     two calls that mix none. `reached`: the indices of calls that are uses, in order.
     """
     mixing = [index for index in reached if calls[index].kind.mixes]
-    if not mixing:  # outside of the blocks, or a block that mixes no tokens
+    if not mixing:
+        # The calls are outside of the blocks, or in a block that mixes no tokens.
         return {}
     points = {mixing[0]: LaunchPoint.ATTN}
     if mixing[0] > 0:

@@ -31,10 +31,10 @@ __all__ = ["Stage", "check_stages", "stages_of", "tied_weight", "with_blocks"]
 
 
 class Stage(NamedTuple):
-    """A pipeline stage: consecutive blocks, and in the first and last stage what is around them.
+    """A pipeline stage: consecutive blocks, and on the first and last stage modules around them.
 
-    The first stage also has the modules that are called before the blocks, the last one those that
-    are called after them.
+    The first stage also has the modules that are called before the blocks, and the last stage the
+    modules that are called after them.
     """
 
     blocks: tuple[str, ...]
@@ -89,8 +89,8 @@ def tied_weight(model: nn.Module, trace: ModelTrace) -> str | None:
 def _check_outputs(trace: ModelTrace, spans: Sequence[tuple[str, ...]]) -> None:
     """Raise ValueError if stages cannot send hidden states of one width to each other.
 
-    A block must return a hidden state, and those that stages send must have as many features.
-    `spans`: the blocks of each stage.
+    Each block must return a hidden state, and those that are sent must have the same number of
+    features. `spans`: the blocks of each stage.
     """
     for block in (block for span in spans[:-1] for block in span):
         if block not in trace.outputs:
@@ -138,7 +138,8 @@ def with_blocks(
     empty: dict[int, Any] = {id(p): p for p in shape.parameters()}
     for name, form in others.items():
         block = shape.get_submodule(name)
-        # A copy of the block, because code around it may read its class and attributes.
+        # Replace the block by a copy of it, because code around it may read its class and
+        # attributes.
         empty[id(block)] = instead = copy.copy(block)
         vars(instead).update(_modules={}, _parameters={}, _buffers={})
         set_forward(instead, _returning_input(form))
@@ -153,9 +154,13 @@ def with_blocks(
 
 
 def _returning_input(form: BlockOutput | None) -> Callable[..., Any]:
-    """Return a forward that returns its first argument, in the `form` of the block's output."""
+    """Return a forward that returns its first argument as the hidden states of the block's output.
 
-    # A plain function and no method, because a deep copy of the model keeps it as it is.
+    `form`: the structure of that output, such as a tuple; None: the hidden states alone.
+    """
+
+    # This is a function and no method, because a deep copy of the model keeps functions as they
+    # are.
     def forward(*args: Any, **kwargs: Any) -> Any:
         x = next(iter((*args, *kwargs.values())))
         return x if form is None else form.around(x)
@@ -191,10 +196,12 @@ def check_stages(
         _cut(model, trace, stage, received)
         with local_calls(model):
             try:
-                received = forward(model, ids * stage.is_first, positions)  # later stages: any ids
+                # A later stage gets hidden states, so its token ids do not matter: they are all 0.
+                received = forward(model, ids * stage.is_first, positions)
             except ForwardEnd as end:
                 received = end.hidden
-            except Exception as error:  # the model's own code, on random weights
+            except Exception as error:
+                # The model's own code runs on random weights here, and may raise anything.
                 raise ValueError(f"a stage fails when it runs alone: {error}") from error
     if not torch.equal(received, whole):
         raise ValueError("its blocks use more from earlier blocks and tables than the hidden state")
@@ -204,7 +211,8 @@ def _cut(model: nn.Module, trace: ModelTrace, stage: Stage, received: Tensor) ->
     """Turn a copy of the model without weights into one stage, in place."""
     for name in trace.roles:
         parameter = model.get_parameter(name)
-        if name not in stage.parameters:  # fill the storage, because elements overlap in memory
+        if name not in stage.parameters:
+            # Fill the storage and not the parameter, whose elements overlap in memory.
             size = parameter.untyped_storage().nbytes() // parameter.itemsize
             parameter.data.as_strided((size,), (1,)).fill_(torch.nan)
     for part in (*trace.called_at, *trace.blocks):
@@ -226,7 +234,10 @@ def _zeros(forward: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
 
 
 def _returning_received(around: Callable[[Tensor], Any], hidden: Tensor, *_: Any, **__: Any) -> Any:
-    """Return the `hidden` states that the stage has received, in the form of a block's output."""
+    """Return the `hidden` states that the stage has received, as the output of a block.
+
+    `around` puts them into the structure of that output, such as a tuple.
+    """
     return around(hidden)
 
 

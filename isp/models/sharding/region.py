@@ -66,7 +66,7 @@ class Entrance:
 
     @contextmanager
     def column(self, x: Tensor) -> Iterator[None]:
-        """Enclose the product of a column linear with x in this context.
+        """Return a context in which a column linear multiplies x, the input of the region.
 
         In fsp x is not saved for backward, which gathers it again. Raises ValueError if x is not
         the region's input.
@@ -90,7 +90,7 @@ class Entrance:
 
         Raises ValueError if not exactly one of the arguments looks like the input.
         """
-        # Models pass the input by position or under various names: find it by its form.
+        # Models pass the input by position or under various names: recognize it by dtype and shape.
         found = [x for x in (*args, *kwargs.values()) if self._is_input(x)]
         if len(found) != 1:
             raise ValueError(
@@ -120,7 +120,7 @@ class Entrance:
 class _Enter(Function):
     """The transfer of an entrance as one autograd node.
 
-    forward   x [.., S', D] -> the input of the columns, by the table at the top of this file
+    forward   x [.., S', D] -> the input of the columns: all tokens in msp and fsp, x itself in mtp
     backward  the dual transfer for dx; fsp saves x, the rank's shard, to gather it again
     """
 
@@ -128,16 +128,19 @@ class _Enter(Function):
     def forward(ctx: Any, x: Tensor, entrance: Entrance) -> Tensor:
         ctx.entrance, ctx.again = entrance, None
         ctx.save_for_backward(x if entrance.regathers else None)
-        if not entrance.gathers:  # mtp: nothing to send, but backward needs this node
+        if not entrance.gathers:
+            # In mtp nothing is sent, but backward needs this node.
             return x.view_as(x)
         tag = Tag(Purpose.ACTIVATION, entrance.name, "x")
         full: Tensor = entrance.tensor.all_gather(x, dim=-2, tag=tag).wait()
-        return full.view_as(x) if full is x else full  # a function must not return its input
+        # An autograd function must not return its input: return a view of it.
+        return full.view_as(x) if full is x else full
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dx: Tensor) -> tuple[Tensor, None]:
-        ctx.again = None  # free what fsp gathered again: all columns have read it by now
+        # Free the input that fsp gathered again, because all columns have read it by now.
+        ctx.again = None
         entrance: Entrance = ctx.entrance
         tag = Tag(Purpose.INPUT_GRADIENT, entrance.name, "dx")
         # dx is this rank's part of a sum: its columns have only a part of the output features.
@@ -149,21 +152,22 @@ class _Enter(Function):
 def _regathered(x: Tensor) -> saved_tensors_hooks:
     """Return a context in which x, the output of an entrance, is not saved but gathered again.
 
-    In place of x or a view of it, autograd saves only the shape. The first column that reads it in
-    backward gathers x from the shards; the node of the entrance keeps x for the other columns.
+    Autograd saves only the shape of x or of a view of it. The first column linear that reads x in
+    backward gathers x from the shards, and the node of the entrance keeps it for the other columns.
     """
     node: Any = x.grad_fn
     memory = storage_key(x.untyped_storage())
 
     def pack(saved: Tensor) -> Tensor | torch.Size:
-        # By storage, because a linear saves a flattened view of x.
+        # Recognize x by its storage, because a linear saves a flattened view of x.
         again = storage_key(saved.untyped_storage()) == memory
         return saved.shape if again else saved
 
     def unpack(packed: Tensor | torch.Size) -> Tensor:
         if isinstance(packed, Tensor):
             return packed
-        if node.again is None:  # on all ranks at the same column, so that the all-gather meets
+        # All ranks reach this at the same column, so their calls of the all-gather meet.
+        if node.again is None:
             (own,) = node.saved_tensors
             entrance: Entrance = node.entrance
             tag = Tag(Purpose.REGATHERED_ACTIVATION, entrance.name, "x")
@@ -175,7 +179,8 @@ def _regathered(x: Tensor) -> saved_tensors_hooks:
 
 
 class OnlyColumnsRead(TorchFunctionMode):
-    """A mode that raises ValueError if an operation other than a column reads a region's input.
+    """A mode that raises ValueError if an operation other than column linears reads a region's
+    input.
 
     Such an operation would compute the whole gradient on each rank, and the entrance would sum
     these over the ranks.

@@ -32,10 +32,11 @@ class LinearCut(NamedTuple):
 
     role: Role
     whole: bool = False
-    """True if each rank has all features between a column and its row: they are gathered after the
-    column and split before the row."""
+    """True if each rank has all features between a column linear and its row linear: features are
+    gathered after the column and split before the row."""
     alone: bool = False
-    """True for a column whose features are gathered after it, without a row that follows."""
+    """True for a column linear whose features are gathered after it, because no row linear
+    follows."""
 
 
 _CUTS = {
@@ -58,9 +59,10 @@ class Region(NamedTuple):
     whole: bool
     """`LinearCut.whole` of the region's linears: True if each rank has all features inside."""
     attends: bool
-    """True if attention is called inside."""
+    """True if attention is called inside of the region."""
     between: tuple[str, ...]
-    """The modules that are called after the first column and before the row."""
+    """The modules that are called after the region's first column linear and before its row
+    linear."""
 
 
 class TensorPlan(NamedTuple):
@@ -70,7 +72,8 @@ class TensorPlan(NamedTuple):
     """
 
     cuts: dict[str, LinearCut]
-    """The cut of each linear, including the head; other linears are whole on each rank."""
+    """By linear that is cut, including the head, its cut; all other linears are whole on each
+    rank."""
     regions: tuple[Region, ...]
     vectors: frozenset[str]
     """The names of parameters with one element for each head, which are cut like the heads."""
@@ -85,7 +88,8 @@ class TensorPlan(NamedTuple):
         return size if any(name.startswith(f"{block}.") for name in apart) else 1
 
     def sees_part(self, module: str) -> bool | None:
-        """Return whether a module gets only a rank's share of the features; None: in no region."""
+        """Return whether a module gets only a rank's share of the features; None outside of
+        regions."""
         return next((not r.whole for r in self.regions if module in r.between), None)
 
     def is_row(self, linear: str) -> bool:
@@ -94,11 +98,13 @@ class TensorPlan(NamedTuple):
         return cut is not None and cut.role is Role.ROW
 
     def moves(self, linear: str, mode: Mode, tensor: Channel) -> Moves:
-        """Return the collectives of a linear, other than those of its region's entrance."""
+        """Return the collectives that a linear itself launches; the region's entrance launches
+        others."""
         cut = self.cuts.get(linear)
         if cut is None or tensor.size == 1:
             return Moves()
-        moves = moves_for(mode, cut.role, tensor, sequence_dim=-2)  # x [B, S', I] or [B S', I]
+        # `sequence_dim` is -2, because x is [B, S', I] or [B S', I].
+        moves = moves_for(mode, cut.role, tensor, sequence_dim=-2)
         # Columns send nothing themselves: their region's entrance does it once for all of them. The
         # head and columns without a row are in no region.
         if cut.role is Role.COLUMN and linear != self.head and not cut.alone:
@@ -110,7 +116,8 @@ class TensorPlan(NamedTuple):
         if cut.alone and mode.splits_sequence:
             y = partial(tensor.all_to_all, scatter=-2, gather=-1)
             return replace(moves, y=y, dy=partial(tensor.all_to_all, scatter=-1, gather=-2))
-        # A whole region: its column gathers the features, its row takes the rank's share of them.
+        # In a region with all features (`whole`), the column gathers the features, and the row
+        # takes the rank's share of them.
         own, whole = partial(_own_features, tensor), partial(tensor.all_gather, dim=-1)
         if cut.role is Role.COLUMN:
             return replace(moves, y=whole, dy=own)
@@ -158,8 +165,8 @@ def tensor_plan(model: nn.Module, trace: ModelTrace, styles: Mapping[str, str]) 
     """Return the tensor-parallel plan of a traced `model`, made from that of transformers.
 
     `styles`: the plan of transformers, styles in `_CUTS` by names of modules with `*` for each
-    number. Raises ValueError if it cuts nothing, does not cut the linears around attention, or
-    leaves out a linear or a vector inside of a region that it cuts. Also for a model with dropout
+    number. Raises ValueError if the plan cuts nothing, does not cut the linears around attention,
+    or leaves out a linear or a vector inside of a region that it cuts; or if the model has dropout
     or a second embedding table.
     """
     cuts, regions = dict[str, LinearCut](), list[Region]()
@@ -178,7 +185,8 @@ def tensor_plan(model: nn.Module, trace: ModelTrace, styles: Mapping[str, str]) 
         raise ValueError("its forward does not end with the linear layer that computes the logits")
     if _out_features(model.get_submodule(last.module)) != trace.vocab_size:
         raise ValueError(f"its logits are not the whole output of {last.module}")
-    cuts[last.module] = LinearCut(Role.COLUMN)  # the head, also if the plan has another style
+    # The head is cut by vocabulary, even if the plan of transformers has another style for it.
+    cuts[last.module] = LinearCut(Role.COLUMN)
     for name, module in model.named_modules():
         if isinstance(module, nn.Dropout) and module.p > 0:
             raise ValueError(
@@ -187,8 +195,8 @@ def tensor_plan(model: nn.Module, trace: ModelTrace, styles: Mapping[str, str]) 
         inside = next((r for r in regions if name.startswith(f"{r.module}.")), None)
         if inside is None or not is_linear(module) or name not in trace.called:
             continue
-        # Uncut, it would be called with a share of its input features, or give whole outputs where
-        # a share is expected.
+        # Inside of a region, a linear must be cut as a column or a row of it. A linear that is not
+        # would get a share of its input features, or give whole outputs where a share is expected.
         if name not in cuts or cuts[name].alone:
             raise ValueError(f"the plan does not shard {name}, which is inside {inside.module}")
     vectors = frozenset(_own_vectors(regions, trace, styles))
@@ -200,15 +208,16 @@ def _own_vectors(
 ) -> Iterator[str]:
     """Yield the vectors in regions that no called submodule owns, such as attention sinks.
 
-    The region's own code reads them, and no call shows how: they must have one element for each
-    head. Raises ValueError for a vector that the plan does not cut.
+    The region's own code reads these vectors, and the trace does not show how: so they must have
+    one element for each head. Raises ValueError for a vector that the plan does not cut.
     """
     for name, role in trace.roles.items():
         owner = name.rpartition(".")[0]
         region = next((r for r in regions if f"{owner}.".startswith(f"{r.module}.")), None)
         if role is not ParameterRole.VECTOR or region is None:
             continue
-        # The vector of a called module, such as a norm of q: `check_shares` compares its output.
+        # Skip the vector of a called module, such as a norm of q: `check_shares` compares the
+        # output of that module instead.
         if owner in trace.called and owner != region.module:
             continue
         if region.whole or styles.get(_pattern(name)) != "colwise":
@@ -231,7 +240,8 @@ def _regions(
     without a row, and for attention outside of the regions.
     """
     cuts, regions = dict[str, LinearCut](), list[Region]()
-    # By `LinearCut.whole`, the columns that no row has followed yet, with their call's index.
+    # `begun`: by `LinearCut.whole`, the columns that no row has followed yet, with their call's
+    # index.
     begun: dict[bool, dict[str, int]] = {False: {}, True: {}}
     attentions = sum(call.kind is Kind.ATTENTION for call in calls)
     for place, call in enumerate(calls):
@@ -243,9 +253,10 @@ def _regions(
         if cut.role is Role.COLUMN:
             columns[call.module] = place
             continue
-        # A row: it ends the region of all columns before it.
+        # This linear is a row: it ends the region of all columns before it.
         inside = calls[min(columns.values(), default=place) : place]
-        # What is left at the end is attention outside of regions, where a rank has all heads.
+        # `attentions` ends as the number of calls of attention outside of regions, where a rank has
+        # all heads.
         attentions -= sum(call.kind is Kind.ATTENTION for call in inside)
         regions.append(_region(block, (*columns, call.module), cut.whole, inside, trace))
         columns.clear()
@@ -261,7 +272,9 @@ def _regions(
 def _region(
     block: str, linears: tuple[str, ...], whole: bool, calls: Sequence[Call], trace: ModelTrace
 ) -> Region:
-    """Return the region of columns and their row; `calls`: those from the first column to the row.
+    """Return the region of some column linears and their row linear.
+
+    `calls`: the calls from the first column to the row.
 
     Raises ValueError if the linears are not in one module inside of the block, or if a call in
     between is a convolution or scan.

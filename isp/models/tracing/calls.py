@@ -31,7 +31,7 @@ __all__ = [
 
 
 class Kind(StrEnum):
-    """The kinds of calls that a trace contains and a forward is compared with."""
+    """The kinds of calls that a forward reports, to be compared with the calls of the trace."""
 
     LINEAR = "linear"
     TABLE = "embedding"
@@ -78,7 +78,7 @@ class AttentionSizes(NamedTuple):
 
     @property
     def attention_kind(self) -> AttentionKind:
-        """The kind of attention to make for these calls."""
+        """The options and sizes of the call that an implementation of attention is made for."""
         return AttentionKind(
             self.scale,
             self.softcap,
@@ -92,7 +92,7 @@ class AttentionSizes(NamedTuple):
     def pairs(self, length: int) -> int:
         """Return about twice the number of (query, key) pairs in a causal document.
 
-        `length`: tokens of the document. Twice, so that the result is an integer.
+        `length`: tokens of the document. The number is doubled so that it is an integer.
         """
         # In a chunk of c tokens, query i sees min(i, r) keys, where r is the window or the number
         # of chosen keys: twice their sum is r^2 + 2 r (c - r) = r (2c - r), without the diagonal.
@@ -119,41 +119,43 @@ class Call(NamedTuple):
 
     kind: Kind
     module: str
-    """The name of the linear, table or experts; for calls that mix tokens, of their block."""
+    """The name of the linear, table or experts; for a call that mixes tokens, that of its block."""
     block: str | None
     """The block that contains the call; None: outside of the blocks."""
     sizes: AttentionSizes | None = None
-    """Attention: its sizes; None for other kinds."""
+    """For attention: its sizes; None for other kinds of calls."""
     route: int | None = None
-    """Experts: the number of experts of each token; None: they are not called as in transformers,
-    so the number is unknown."""
+    """For experts: the number of experts of each token; None: unknown, because the experts are not
+    called as in transformers."""
     weighs: bool = False
-    """Experts: True if the routing weights are among their arguments."""
+    """For experts: True if the routing weights are among the arguments."""
     width: int = 0
-    """Experts with a known `route`: features of a token."""
+    """For experts with a known `route`: the number of features of a token."""
     written: bool = False
-    """Attention: True if the model's code writes into the result, in place."""
+    """For attention: True if the model's code writes into the result, in place."""
     flops: int = 0
-    """Convolutions and scans: FLOPs of the forward for one token."""
+    """For convolutions and scans: the FLOPs of a forward for one token."""
     given: int | None = None
-    """Linears: a number of the input tensor, equal for consecutive calls with the same tensor."""
+    """For linears: a number that is equal for consecutive calls with the same input tensor."""
     ahead: Ahead | None = None
-    """Experts: the module that can be computed when they are called, before its own call."""
+    """For experts: a module that is called later, but can already be computed when these are."""
 
 
 def weights_among(given: Sequence[Any], numbers: Tensor) -> int | None:
-    """Return the index of the routing weights among the arguments `given` of experts; None: none.
+    """Return the index of the routing weights in the arguments `given` of experts; None: not found.
 
     Routing weights have the shape of the expert indices `numbers` [N, k] and come after them.
     """
-    for i, x in enumerate(given):  # 0 and 1 are the tokens and the expert indices
+    # Skip the arguments 0 and 1, which are the tokens and the expert indices.
+    for i, x in enumerate(given):
         if i > 1 and isinstance(x, Tensor) and x.is_floating_point() and x.shape == numbers.shape:
             return i
     return None
 
 
 def same_rows(x: Tensor, tokens: Tensor) -> bool:
-    """Return whether x [.., D], flattened, is the same view of the same memory as tokens [N, D]."""
+    """Return whether x [.., D], flattened to [N, D], has the same memory and strides as
+    `tokens`."""
     rows = x.flatten(0, -2)
     same = memory_of(rows) == memory_of(tokens)
     place = (rows.shape, rows.stride(), rows.storage_offset())
@@ -161,16 +163,17 @@ def same_rows(x: Tensor, tokens: Tensor) -> bool:
 
 
 class BlockOutput(NamedTuple):
-    """The form of a block's output: a tree of values, some of which are hidden states [B, S, ..].
+    """The structure of a block's output, such as a tuple, and where its hidden states are.
 
-    Pipeline stages send the hidden states as one packed tensor [B, S, D].
+    Hidden states are tensors [B, S, ..]. `hidden_of` packs them as one tensor [B, S, D], which
+    pipeline stages send, and `around` makes an output of it.
     """
 
     spec: TreeSpec
     leaves: tuple[Any, ...]
-    """The leaves of the tree that are not tensors, with None in place of each tensor."""
+    """The flattened output (`tree_flatten`), with None in place of each tensor."""
     sizes: dict[int, tuple[int, ...]]
-    """By index of a leaf that is a hidden state, its sizes after [B, S]."""
+    """By index of a hidden state in the flattened output, its sizes after [B, S]."""
 
     @property
     def width(self) -> int:
@@ -179,7 +182,10 @@ class BlockOutput(NamedTuple):
 
     @classmethod
     def of(cls, output: Any, rows: tuple[int, int]) -> BlockOutput | None:
-        """Return the form of `output`; None if it contains no hidden state of `rows` = (B, S)."""
+        """Return the structure of `output`; None if it has no hidden state [B, S, ..].
+
+        `rows`: (B, S).
+        """
         found, spec = tree_flatten(output)
         tensors = {i: leaf for i, leaf in enumerate(found) if isinstance(leaf, Tensor)}
         sizes = {
@@ -191,7 +197,7 @@ class BlockOutput(NamedTuple):
         return cls(spec, others, sizes) if sizes else None
 
     def around(self, hidden: Tensor) -> Any:
-        """Return a block's output with the packed hidden states [B, S, D] as its hidden states.
+        """Return a block's output that contains the packed hidden states [B, S, D].
 
         Other tensors of the output become None.
         """
@@ -211,22 +217,23 @@ class BlockOutput(NamedTuple):
 
 
 class TokenOutput(NamedTuple):
-    """The form of a tiled module's output: a tree of tensors that have a row for each token.
+    """The structure of a tiled module's output: a tensor, or a tuple or dict of tensors.
 
-    The tiles are concatenated as one packed tensor [B, S, E].
+    Each tensor is [B, S, ..] or [B S, E]. `packed` makes one tensor [B, S, E] of them, so that
+    tiles can be concatenated, and `unpacked` does the reverse.
     """
 
     spec: TreeSpec
     sizes: tuple[tuple[int, ...], ...]
-    """The sizes of each tensor after its token dims."""
+    """The sizes of each tensor of the output after its token dims [B, S] or [B S]."""
     flat: tuple[bool, ...]
     """For each tensor, True if it is [B S, E], like the scores of a router; False if [B, S, ..]."""
 
     @classmethod
     def of(cls, output: Any, rows: tuple[int, int]) -> TokenOutput | None:
-        """Return the form of `output` for `rows` = (B, S).
+        """Return the structure of `output` for a batch of `rows` = (B, S).
 
-        Returns None unless all leaves are floating-point tensors with a row for each token.
+        Returns None unless all leaves are floating-point tensors [B, S, ..] or [B S, E].
         """
         leaves, spec = tree_flatten(output)
         if not leaves or not all(isinstance(x, Tensor) and x.is_floating_point() for x in leaves):
@@ -247,7 +254,7 @@ class TokenOutput(NamedTuple):
         return parts[0] if len(parts) == 1 else torch.cat(parts, -1)
 
     def unpacked(self, packed: Tensor, dtypes: Sequence[torch.dtype]) -> Any:
-        """Return the output in the module's form with these dtypes, from `packed` [B, S, E]."""
+        """Return the module's output, with tensors of these dtypes, from `packed` [B, S, E]."""
         widths = [math.prod(size) for size in self.sizes]
         parts = [packed] if len(widths) == 1 else packed.split(widths, -1)
         leaves = [

@@ -47,16 +47,17 @@ class LinearOutputs(TorchFunctionMode):
         """True if any operation read a tensor of `_made`."""
         self._odd_blocks: set[str] = set()
         """The blocks that a forward cannot leave out by returning their first argument, because
-        their output has another form."""
+        their output has another shape."""
 
     def linear_returned(self, name: str, output: Tensor) -> None:
         """Record that the linear `name` has returned `output`."""
         self._outputs[memory_of(output)] = name, output
         self._linear, self._made, self._mixed = name, {id(output): output}, False
-        self.used = False  # last, because `memory_of` above counts as an operation
+        # Set this last, because `memory_of` above counts as an operation that uses the output.
+        self.used = False
 
     def block_returned(self, block: str, given: tuple[Any, ...], output: Any) -> None:
-        """Record whether a block's `output` has the form of its first argument in `given`."""
+        """Record whether a block's `output` is one tensor with the shape of its first argument."""
         tensors = given and isinstance(given[0], Tensor) and isinstance(output, Tensor)
         if not tensors or given[0].shape != output.shape:
             self._odd_blocks.add(block)
@@ -98,12 +99,16 @@ class LinearOutputs(TorchFunctionMode):
             key = memory_of(parent)
             name, output = self._outputs.get(key, ("", parent))
             for x in made if name else ():
-                if memory_of(x) == key:  # a view of the output
+                if memory_of(x) == key:
+                    # x is a view of the linear's output.
                     self._note(name, output, parent, x)
         return out
 
     def _note(self, name: str, output: Tensor, parent: Tensor, x: Tensor) -> None:
-        """Record the part of a linear's `output` that x is; x is a view of its view `parent`."""
+        """Record which part of a linear's `output` the tensor x is.
+
+        x is a view of `parent`, and `parent` is the output or a view of it.
+        """
         width = output.shape[-1]
         as_it_is = parent.dim() <= output.dim() and parent.shape[-1] == width
         # The dims of x within the features of a token are those with strides below O.
@@ -112,7 +117,8 @@ class LinearOutputs(TorchFunctionMode):
         # Ignore a part of a part, and a view that only reshapes.
         if not whole or x.numel() == output.numel() or not (as_it_is or x.dim() < parent.dim()):
             return
-        # Dense: each stride is the product of the smaller dims, so the features are contiguous.
+        # `dense` is True if each stride is the product of the smaller dims, so that the features
+        # are contiguous.
         dense = all(s == math.prod(n for _, n in dims[:i]) for i, (s, _) in enumerate(dims))
         if dense and dims:
             start = int(x.storage_offset() - output.storage_offset()) % width

@@ -64,7 +64,8 @@ class LengthCheck:
             for length in {row, part}:
                 if length > PROBE_TOKENS:
                     self._check(length, allow_unchecked)
-            self._due = row * 9 // 8  # rows that grow by one token each are not all checked
+            # Without this margin, rows that grow by one token each would all be checked.
+            self._due = row * 9 // 8
 
     def _check(self, length: int, allow_unchecked: bool) -> None:
         """Check rows of one length: compare calls, and results on the CPU if calls differ."""
@@ -75,12 +76,14 @@ class LengthCheck:
                 return
             reason = self._message(length, other)
             compared = min(length, _MOST_COMPARED)
-            # If calls differ only in rows longer than the CPU runs, results cannot be compared.
+            # Results are compared in rows of at most `_MOST_COMPARED` tokens. They cannot be
+            # compared if calls differ only in longer rows.
             if compared < length and self._first_other(compared) is None:
                 raise ValueError(f"rows of more than {_MOST_COMPARED:,} tokens are not compared")
             rest = self._model.buffers(), self._trace, self._forward, compared
             same = same_at_length(self._empty(), *rest)
-        except Exception as error:  # the model's own code, too
+        except Exception as error:
+            # The model's own code runs here, and may raise anything.
             refuse_unchecked(self._model, f"{reason}: {error}", allow_unchecked)
             return
         if not same:
@@ -95,7 +98,8 @@ class LengthCheck:
         return _Calls(watched).of(self._empty(), self._forward, length)
 
     def _first_other(self, length: int) -> int | None:
-        """Return the index of the first call that differs from the short row; None: none does."""
+        """Return the index of the first call that differs from that of the short row; None: no
+        call."""
         if self._short is None:
             self._short = self._calls(PROBE_TOKENS).noted
         pairs = enumerate(zip_longest(self._short, self._calls(length).noted))
@@ -105,10 +109,12 @@ class LengthCheck:
     def _message(self, length: int, number: int) -> str:
         """Return a message about the call with index `number`, with its place in the code."""
         assert self._short is not None
-        calls = self._calls(length, number)  # once more, to find the place of the call
+        # Run the forward again, to find the place of the call in the code.
+        calls = self._calls(length, number)
         short = self._short[number] if number < len(self._short) else None
         long = calls.noted[number] if number < len(calls.noted) else None
-        if long is None:  # only the short row has this call
+        if long is None:
+            # Only the short row has this call: find its place in a run of the short row.
             calls = self._calls(PROBE_TOKENS, number)
         place, kind = calls.place
         line = "" if calls.line is None else f" ({_at(calls.line)})"
@@ -147,12 +153,15 @@ def _what(short: _Noted | None, long: _Noted | None, step: int) -> str:
 
 
 def _listed(shapes: Any) -> str:
-    """Return shapes as the text of a list of lists, or of one list for a single shape."""
+    """Return shapes as a text such as [[1, 2], [3]], or [1, 2] for a single shape."""
     return str([list(shape) for shape in shapes] if len(shapes) != 1 else list(shapes[0]))
 
 
 def _first_leaves(short: Any, long: Any, step: int) -> tuple[Any, Any]:
-    """Return the first numbers, in nested tuples, that differ between the two rows."""
+    """Return the first pair of numbers that differ between the two rows.
+
+    `short`, `long`: the numbers of each row, in nested tuples.
+    """
     if isinstance(short, tuple) and isinstance(long, tuple) and len(short) == len(long):
         pairs = zip(short, long, strict=True)
         return _first_leaves(*next(pair for pair in pairs if not _follows(*pair, step)), step)
@@ -200,12 +209,13 @@ def _numbers(value: Any) -> Any:
 
 
 class _Calls(TorchFunctionMode):
-    """A mode that records the calls of a forward on the meta device; implements `Mixers`, too."""
+    """A mode that records the calls of a forward on the meta device; it also implements
+    `Mixers`."""
 
     def __init__(self, watched: int | None = None) -> None:
         """`watched`: the index of the call whose place in the model's code is recorded.
 
-        None: no call's, which is faster.
+        None: the place of no call is recorded, which is faster.
         """
         super().__init__()
         self.noted: list[_Noted] = []
@@ -218,7 +228,7 @@ class _Calls(TorchFunctionMode):
         """Name and class of the modules that run, the innermost last."""
 
     def of(self, model: nn.Module, forward: Forward, length: int) -> _Calls:
-        """Run a forward on a row of `length` tokens, and return self."""
+        """Run a forward on a row of `length` tokens to record its calls, and return self."""
         ids = torch.zeros(1, length, dtype=torch.int64, device="meta")
         positions = torch.arange(length, device="meta").unsqueeze(0)
         self._open.append(("", type(model).__name__))
@@ -251,7 +261,8 @@ class _Calls(TorchFunctionMode):
         out = func(*args, **kwargs) if kwargs else func(*args)
         if isinstance(out, Tensor):
             self._note(name_of(func), (args, kwargs), (tuple(out.shape),))
-        elif out is None:  # a function that writes into a tensor
+        elif out is None:
+            # A function that returns None has written into one of its tensors.
             self._note(name_of(func), (args, kwargs), ())
         elif isinstance(out, tuple | list) and out and isinstance(out[0], Tensor):
             shapes = (tuple(x.shape) for x in out if isinstance(x, Tensor))
@@ -265,23 +276,24 @@ class _Calls(TorchFunctionMode):
         self.noted.append(_Noted(name, _numbers(given), shapes))
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Tensor:
-        """Record attention, as `isp.core.mixers.Mixers.attend`; return zeros."""
+        """Record a call of attention, and return zeros; implements `Mixers.attend`."""
         self._note("attention", options, (tuple(q.shape), tuple(k.shape), tuple(v.shape)))
         return q.new_zeros(*q.shape[:3], v.shape[3])
 
     def convolve(self, x: Tensor, weight: Tensor, bias: Tensor | None, dilation: int) -> Tensor:
-        """Record a convolution, as `isp.core.mixers.Mixers.convolve`; return zeros."""
+        """Record a convolution, and return zeros; implements `Mixers.convolve`."""
         self._note("causal_conv1d", dilation, (tuple(x.shape), tuple(weight.shape)))
         return torch.zeros_like(x)
 
     def scan(self, recurrence: Recurrence, inputs: Inputs) -> Tensor:
-        """Record a scan, as `isp.core.mixers.Mixers.scan`; return zeros."""
+        """Record a scan, and return zeros; implements `Mixers.scan`."""
         x = inputs.of_heads[0]
         self._note("scan", repr(recurrence), (tuple(x.shape),))
         return torch.zeros_like(x)
 
     def choose(self, indexer: Indexer) -> Tensor:
         """Return indices of keys, all 0, as many as an indexer chooses in a long document."""
-        # As for a document longer than any, so that the number does not depend on the row.
+        # Take the number of keys in a document longer than any, so that it does not depend on the
+        # row.
         shape = *indexer.keys.shape[:2], indexer.num_choices, indexer.most(1 << 40)
         return indexer.keys.new_zeros(shape, dtype=torch.int32)

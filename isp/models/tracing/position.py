@@ -61,7 +61,7 @@ class Masks:
         rows, tokens = shape
         ends = self._cu_seqlens
         lengths = [tokens] * rows if ends is None else ends.diff().tolist()
-        # A token attends within its chunk: the same as if each chunk were a document.
+        # A token attends within its chunk, as it would if each chunk were a document.
         parts = [min(chunk, n - start) for n in lengths for start in range(0, n, chunk)]
         return AttentionMask.of_documents(parts, causal=causal, window=window)
 
@@ -82,7 +82,7 @@ class Instead(NamedTuple):
     """The parts of the model that one forward leaves out, and what replaces them."""
 
     left_out: frozenset[str] = frozenset()
-    """Blocks that return `received`, or their input if that is None."""
+    """Blocks that do not run. They return `received`, or their input if `received` is None."""
     received: Tensor | None = None
     """Hidden states from the pipeline stage before; None on the first stage."""
     last_block: str | None = None
@@ -129,7 +129,8 @@ class ForwardPass:
         """The number of calls so far, which is the index of the next one."""
 
     def arrive(self, kind: Kind, module: str) -> Call:
-        """Count a call and return it as traced; raise RuntimeError if it is not the next one."""
+        """Count a call and return its entry in the trace; raise RuntimeError if it is not the
+        next."""
         if self.num_calls < len(self._calls):
             expected = self._calls[self.num_calls]
             if expected.kind is kind and expected.module == module:
@@ -160,7 +161,10 @@ class ForwardPass:
             raise self._error("the end was reached")
 
     def _error(self, found: str) -> RuntimeError:
-        """Return the error for a call, or an end, that differs from the trace; `found`: which."""
+        """Return the error for a call, or an end, that differs from the trace.
+
+        `found`: the call or end that came, in words.
+        """
         rest = self._calls[self.num_calls :]
         expected = f"{rest[0].kind} of {rest[0].module}" if rest else "nothing more"
         return RuntimeError(
@@ -170,7 +174,7 @@ class ForwardPass:
 
 
 def mixing_key(block: str, number: int) -> Hashable:
-    """Return the key in the prefetch plan of a call that mixes tokens; it has no module as key.
+    """Return the key in the prefetch plan of a call that mixes tokens, which has no module.
 
     `number`: the index of the call in its block.
     """
@@ -200,10 +204,12 @@ class Position:
     ) -> RemovableHandle:
         """Call `hook` with the tokens x of each call that mixes them at the place `key`.
 
-        For recorders, since such a call has no module to hook into. `key`: from `mixing_key`. The
-        recompute of a whole block calls the hook, too; a recompute between linears does not.
+        For recorders, because such a call has no module to hook into. `key`: from `mixing_key`. If
+        a whole block is recomputed, the hook is also called in the recompute; if only what is
+        between linears is recomputed, it is not.
         """
-        # As torch registers hooks of a module: the handle removes the hook from this dict.
+        # Register the hook as torch registers hooks of a module: the handle removes it from this
+        # dict.
         hooks = self._mixing_hooks.setdefault(key, OrderedDict())
         handle = RemovableHandle(hooks)
         hooks[handle.id] = hook
@@ -219,14 +225,15 @@ class Position:
     def passing(self, forward_pass: ForwardPass) -> Iterator[None]:
         """Make `forward_pass` the current pass in this context, nested in the one before.
 
-        Raises RuntimeError at the end if calls of the trace are missing. Not if the context ends
-        with an exception: a recompute ends with one as soon as it has restored what it is for.
+        Raises RuntimeError at the end if calls of the trace are missing, unless the context ends
+        with an exception: a recompute ends with one as soon as it has restored what backward needs.
         """
         assert self.mixers is not None
         before, self.now = self.now, forward_pass
         try:
-            # Set again in each pass: backward runs recomputes in a thread of its own on CUDA, and
-            # threads do not share the context variables that send attention to the mixers.
+            # Set the mixers again in each pass: backward runs recomputes in a thread of its own on
+            # CUDA, and threads do not share the context variables that send attention to the
+            # mixers.
             with mix_by(self.mixers):
                 yield
             forward_pass.finish()
@@ -237,16 +244,19 @@ class Position:
         """Count a call that mixes the tokens x; return the current pass and the call as traced."""
         now = self.current(kind)
         key = mixing_key(now.name, now.num_calls)
-        call = now.arrive(kind, now.name)  # calls that mix tokens have the name of their block
+        # The trace has calls that mix tokens under the name of their block.
+        call = now.arrive(kind, now.name)
         if now.planned:
-            self._communicator.pass_by(key)  # may launch gathers of the next block
+            # Advance the prefetch plan, which may launch the all-gathers of the next block here.
+            self._communicator.pass_by(key)
             if self._mixing_hooks:
-                for hook in [*self._mixing_hooks.get(key, {}).values()]:  # a hook may remove itself
+                # Go through a copy of the hooks, because a hook may remove itself.
+                for hook in [*self._mixing_hooks.get(key, {}).values()]:
                     hook(x)
         return now, call
 
     def pass_experts(self, module: str) -> None:
-        """Report experts that are reached and whose weights the communicator does not gather."""
+        """Advance the prefetch plan past experts whose weights the communicator does not gather."""
         if self.current(module).planned:
             self._communicator.pass_by(module)
 
@@ -273,9 +283,12 @@ class Position:
         def wrap(inner: ModuleForward) -> ModuleForward:
             def forward(*args: Any, **kwargs: Any) -> Any:
                 now = self.now
-                if now is None:  # such as by gradient checkpointing of the model's own, in backward
+                if now is None:
+                    # The model's own gradient checkpointing, for example, calls modules in
+                    # backward.
                     raise self._outside(module)
-                now.arrive(kind, module)  # first, because a call counts even if it is replaced
+                # Count the call first, because it counts even if another function replaces it.
+                now.arrive(kind, module)
                 if not reads_shard:
                     self.pass_experts(module)
                 if substituted and (instead := now.instead.calls.get(module)) is not None:
@@ -291,7 +304,8 @@ class Position:
         return wrap
 
     def instead(self, module: str) -> Callable[[Tensor], Tensor] | None:
-        """Return what to call in this pass in place of a linear or table; None: the module."""
+        """Return the function to call in place of a linear or table in this pass; None: call the
+        module."""
         return self.current(module).instead.calls.get(module)
 
     @staticmethod

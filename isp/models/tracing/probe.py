@@ -85,10 +85,10 @@ Forward = Callable[[nn.Module, Tensor, Tensor], Tensor]
 
 
 class ProbeRun(NamedTuple):
-    """How the probe could run a model on random weights."""
+    """The number of tokens and the mode in which the probe could run a model on random weights."""
 
     tokens: int
-    """A number of tokens on which it runs."""
+    """A number of tokens on which the model runs."""
     training: bool
     """True for training mode, False for evaluation mode."""
 
@@ -147,7 +147,8 @@ def check_local(
                 whole, order, expected = probe.run_mixed(number, num_tokens)
                 break
             except Exception as error:  # the model's own code may raise anything
-                why = why or error  # report the first one, of the usual way to run it
+                # Report the first error, which is that of the usual way to run the model.
+                why = why or error
         else:
             assert why is not None
             refuse_unchecked(model, why, allow_unchecked)
@@ -163,7 +164,8 @@ def check_local(
                     "part": [whole.part(slice(start, None, 2)) for start in (0, 1)],
                 }
                 raise ValueError(probe.difference(whole, cases))
-    # The smaller number, for callers that run the model again: it runs on the halves, too.
+    # The model has run on all tokens and on half of them. Return the smaller number, for callers
+    # that run it again.
     return ProbeRun(number // 2, model.training)
 
 
@@ -185,7 +187,7 @@ def refuse_unchecked(model: nn.Module, why: Exception | str, allow_unchecked: bo
 def same_at_length(
     shape: nn.Module, buffers: Iterable[Tensor], trace: ModelTrace, forward: Forward, tokens: int
 ) -> bool:
-    """Return whether a few tokens have the same logits in a row of `tokens` tokens as alone.
+    """Return whether a few tokens have the same logits in a row of `tokens` tokens as without it.
 
     The other arguments are those of `check_local`. Only forwards run.
     """
@@ -193,16 +195,19 @@ def same_at_length(
     whole = _Tokens.all_of(_num_tokens(shape, trace), tokens)
     with local_calls(model) as calls:
         probe = _Probe(model, forward, calls, trace.called)
-        few = whole.part(slice(tokens // 128, None, -(-tokens // 32)))  # about 32, all over the row
-        if probe.run(few).is_random:  # its dropout would make the results differ
+        # Take about 32 tokens from all over the row.
+        few = whole.part(slice(tokens // 128, None, -(-tokens // 32)))
+        if probe.run(few).is_random:
+            # With dropout, the results of the two runs would differ: turn it off.
             _set_mode(model, training=False)
         return not _differ(probe.run(whole), probe.run(few))
 
 
 def _num_tokens(shape: nn.Module, trace: ModelTrace) -> int:
-    """Return the number of token ids: the rows of the first table, or without tables the logits.
+    """Return the number of token ids: the rows of the first embedding table.
 
-    A classifier has fewer logits than token ids, so the table comes first.
+    In a model without tables it is the number of logits of a token. The table comes first, because
+    a classifier has fewer logits than token ids.
     """
     table = shape.get_submodule(trace.tables[0]) if trace.tables else None
     return table.num_embeddings if isinstance(table, nn.Embedding) else trace.vocab_size
@@ -345,7 +350,7 @@ class _LocalMixers:
         return (x + own.tanh().view(*own.shape, *(1,) * (x.dim() - 2))).view(mixed.shape)
 
     def choose(self, indexer: Indexer) -> Tensor:
-        """Return a function of each token's own key in place of indices of keys."""
+        """Return, in place of indices of keys, numbers that depend only on each token's own key."""
         return _weighted_sum(indexer.keys)[..., None, None]
 
 
@@ -375,7 +380,7 @@ class _WithoutWeights(TorchFunctionMode):
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
-        # Weights without memory are recognized by their strides, which are all 0: `_one_element`.
+        # Recognize weights without memory by their strides, which are all 0 (see `_one_element`).
         self._numbers = {
             id(p): number for number, p in enumerate(model.parameters()) if not any(p.stride())
         }
@@ -388,12 +393,15 @@ class _WithoutWeights(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         place = _WEIGHT_AT.get(func)
-        if place is None:  # reads no weight
-            if func is F.dropout or func is torch.dropout:  # called by the model's code directly
+        if place is None:
+            # This operation reads no weight.
+            if func is F.dropout or func is torch.dropout:
+                # The model's code calls dropout as a function, which `_set_mode` cannot turn off.
                 return args[0] if args else (kwargs or {})["input"]
             return func(*args, **kwargs) if kwargs else func(*args)
         number = self._numbers.get(id(args[place]))
-        if number is None:  # the weight has values
+        if number is None:
+            # This weight has values, so the operation can run.
             out = func(*args, **(kwargs or {}))
             return self._leaf(out) if func is F.embedding else out
         if func is F.linear:
@@ -404,9 +412,9 @@ class _WithoutWeights(TorchFunctionMode):
         return self._leaf(self._rows(ids, weight, number))
 
     def _leaf(self, rows: Tensor) -> Tensor:
-        """Record the rows of a lookup as a new leaf, at which gradients end; return a copy of it.
+        """Record the result of a lookup as a new leaf, at which gradients end; return a copy of it.
 
-        A copy, because the model may write into it.
+        It is a copy because the model may write into it.
         """
         if not (torch.is_grad_enabled() and rows.is_floating_point()):
             return rows
@@ -422,8 +430,8 @@ class _WithoutWeights(TorchFunctionMode):
         if (drawn := self._products.get(key)) is None:
             drawn = self._products[key] = _drawn(*key)
         start, scales, shift = drawn
-        # `taken` has one feature for each factor: features start, start + 1, .., modulo I. Slices
-        # and `cat`, because an index tensor takes ten times as long.
+        # `taken` has one feature for each factor: features start, start + 1, .., modulo I. It is
+        # made of slices by `cat`, because an index tensor takes ten times as long.
         times, rest = divmod(len(scales) - x.shape[-1] + start, x.shape[-1])
         taken = torch.cat([x[..., start:], *[x] * times, x[..., :rest]], -1)
         if len(scales) == size:
@@ -432,7 +440,8 @@ class _WithoutWeights(TorchFunctionMode):
         return sums + shift
 
     def _rows(self, ids: Tensor, table: Tensor, number: int) -> Tensor:
-        """Return a row for each id in place of a lookup, [..] -> [.., D]; each id has its own."""
+        """Return a vector for each id in place of a lookup, [..] -> [.., D]; each id has another
+        one."""
         key = number, table.shape[1]
         if (drawn := self._tables.get(key)) is None:
             random = torch.Generator().manual_seed(number)
@@ -474,13 +483,13 @@ class _Found(NamedTuple):
     logits: Tensor
     """The logits of each token in float64, [S, V]."""
     gradients: list[Tensor]
-    """For each lookup in a table, the gradient of each token's row, [S, D]."""
+    """For each lookup in a table, the gradient of each token's vector, [S, D]."""
     is_random: bool
     """True if the model drew random numbers."""
 
 
 class _Probe(NamedTuple):
-    """Runs a model without weights on tokens, inside of `local_calls`."""
+    """Runs a model whose weights have no memory on tokens, inside of `local_calls`."""
 
     model: nn.Module
     forward: Forward
@@ -490,7 +499,8 @@ class _Probe(NamedTuple):
 
     def run(self, tokens: _Tokens) -> _Found:
         """Run a forward, and the backward of a weighted sum of all logits."""
-        # `is_random` below: the generator is no longer in this state after a draw.
+        # Save the generator's state: if the model draws random numbers, the state is another one
+        # afterwards (`is_random`).
         before = torch.default_generator.manual_seed(0).get_state()
         self.calls.looked_up.clear()
         logits, size = self.forward(self.model, tokens.ids, tokens.positions), len(tokens.rows)
@@ -510,7 +520,9 @@ class _Probe(NamedTuple):
         return _Found(tokens.rows, logits.detach()[0].to(torch.float64), gradients, is_random)
 
     def run_mixed(self, number: int, num_tokens: int) -> tuple[_Tokens, Tensor, _Found]:
-        """Return random tokens, an order of them, and the results in that order with one changed.
+        """Run random tokens in a random order, with one of them changed.
+
+        Returns the tokens, the order, and the results of the run.
 
         `number`: how many tokens; `num_tokens`: the number of token ids. Sets evaluation mode if
         the model draws random numbers. Raises ArithmeticError if logits are NaN.
@@ -591,8 +603,10 @@ class _Probe(NamedTuple):
         size = len(tokens.rows)
 
         def note(name: str, entered: bool, tensors: Any) -> Any:
-            """Record an event with `tensors`; return these, as views with hooks for backward."""
-            event = _Event(entered != backward, name, [])  # backward enters where forward leaves
+            """Record an event with `tensors`; return views of these tensors, which have hooks for
+            backward."""
+            # In backward, gradients enter a module where forward leaves it.
+            event = _Event(entered != backward, name, [])
             events.append(event)
             if not backward:
                 per_token = (_per_token(x, size) for x in tree_leaves(tensors))
@@ -604,7 +618,8 @@ class _Probe(NamedTuple):
                 if not (isinstance(x, Tensor) and x.requires_grad and _is_of_tokens(x, size)):
                     return x
                 own, number = x.view_as(x), len(event.tokens)
-                event.tokens.append(torch.zeros(size, _SUMS, dtype=torch.float64))  # if none comes
+                # Keep zeros for the tensor, in case no gradient comes.
+                event.tokens.append(torch.zeros(size, _SUMS, dtype=torch.float64))
 
                 def keep(gradient: Tensor) -> None:
                     if (kept := _per_token(gradient, size)) is not None:
@@ -628,7 +643,8 @@ class _Probe(NamedTuple):
                 stack.callback(pre.remove)
                 stack.callback(module.register_forward_hook(partial(ends, name)).remove)
             self.run(tokens)
-        return events[::-1] if backward else events  # backward runs in the opposite order
+        # Backward runs through the modules in the opposite order.
+        return events[::-1] if backward else events
 
 
 def _differ(expected: _Found, found: _Found) -> bool:
@@ -639,8 +655,10 @@ def _differ(expected: _Found, found: _Found) -> bool:
     other, own = _same_tokens(expected.rows, found.rows)
     was, now = expected.logits[other], found.logits[own]
     largest = was.masked_fill(was.isinf(), 0).abs().max()
-    apart = torch.where(was == now, 0, was - now).abs()  # 0 for equal infinities, not NaN
-    return not bool(apart.max() <= _LARGEST * largest)  # `not`: NaN counts as a difference
+    # Equal infinities differ by 0; their difference would be NaN.
+    apart = torch.where(was == now, 0, was - now).abs()
+    # With `not`, a comparison with NaN counts as a difference.
+    return not bool(apart.max() <= _LARGEST * largest)
 
 
 def _gradients_differ(expected: _Found, found: _Found) -> bool:
@@ -655,7 +673,10 @@ def _gradients_differ(expected: _Found, found: _Found) -> bool:
 
 
 def _same_tokens(rows: Tensor, others: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the places in `rows` and `others` of their common tokens, except the changed one."""
+    """Return where `rows` and `others` have the same tokens, as indices into each.
+
+    The changed token is left out.
+    """
     same = rows.unsqueeze(1) == others
     same &= others != _CHANGED
     places, of_others = same.nonzero(as_tuple=True)
@@ -681,7 +702,7 @@ _SUMS = 4
 
 
 def _is_of_tokens(x: Tensor, size: int) -> bool:
-    """Return whether x has a row for each of S = `size` tokens: [1, S, ..] or [S, ..]."""
+    """Return whether x has values for each of S = `size` tokens: it is [1, S, ..] or [S, ..]."""
     if x.is_complex() or not x.dim():
         return False
     return x.shape[:2] == (1, size) or x.shape[0] == size
@@ -690,7 +711,7 @@ def _is_of_tokens(x: Tensor, size: int) -> bool:
 def _per_token(x: Any, size: int) -> Tensor | None:
     """Return weighted sums of each token's features, [S, `_SUMS`].
 
-    Returns None unless x is a tensor with a row for each of S = `size` tokens.
+    Returns None unless x is a tensor with values for each of S = `size` tokens.
     """
     if not isinstance(x, Tensor) or not _is_of_tokens(x, size):
         return None
@@ -706,7 +727,8 @@ def _first_apart(events: list[list[_Event]], rows: Tensor) -> str:
     input, the module that calls it ("" is the model). The changed token does not count. `events`:
     those of a run of all tokens, and those of a run of the tokens `rows`.
     """
-    inside = [""]  # the modules that run, the innermost last
+    # `inside`: the modules that are running, the innermost last.
+    inside = [""]
     same = rows != _CHANGED
     for before, now in zip(*events, strict=False):
         if not now.entered:

@@ -80,18 +80,20 @@ class CallRecorder:
         self.mixing: set[nn.Module] = set()
         """The modules during whose forward a mixer was called."""
         self.by_token: dict[str, list[TokenOutput]] = {}
-        """By module that is called with one tensor [B, S, D], the form of the output of each call
-        whose output has a row for each token."""
+        """By module that is called with one tensor [B, S, D], the structure of the output of each
+        call whose output has values for each token."""
         self.linear_outputs = LinearOutputs()
         self.outputs: dict[str, BlockOutput] = {}
-        """By block, the form of its output, if that contains a hidden state."""
+        """By block, the structure of its output; blocks that return no hidden state are left
+        out."""
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Tensor:
         """Record a call of attention; return zeros in the result's shape [B, S, H, d].
 
         Raises ValueError if q, k or v do not have S as their second dim.
         """
-        # transformers has heads before tokens: a model that calls isp.attention may, too.
+        # In transformers heads come before tokens, [B, H, S, d]. A model that calls isp.attention
+        # may do so by mistake: the error then says what to change.
         if any(x.dim() != 4 or x.shape[1] != TOKENS for x in (q, k, v)):
             shapes = ", ".join(str(list(x.shape)) for x in (q, k, v))
             turned = q.dim() == 4 and q.shape[2] == TOKENS
@@ -108,17 +110,18 @@ class CallRecorder:
         logits = options.scale, options.softcap, options.sinks is not None
         sizes = AttentionSizes(heads, k.shape[2], size, v.shape[3], *reach, *logits)
         result = q.new_zeros(*q.shape[:3], v.shape[3])
-        # Kept until the end, to see whether the model writes into it, see `calls_in_blocks`.
+        # Keep the result until the end, to see whether the model writes into it; see
+        # `calls_in_blocks`.
         self._results[len(self._calls)] = result, version_of(result)
         self._calls.append(Call(Kind.ATTENTION, self._block or "", self._block, sizes))
         return result
 
     def convolve(self, x: Tensor, weight: Tensor, bias: Tensor | None, dilation: int) -> Tensor:
-        """Record a convolution, as `isp.core.mixers.Mixers.convolve`; return zeros."""
+        """Record a convolution, and return zeros; implements `Mixers.convolve`."""
         return self._mixed(Kind.CONVOLUTION, x, 2 * weight.numel(), weight, bias)
 
     def scan(self, recurrence: Recurrence, inputs: Inputs) -> Tensor:
-        """Record a scan, as `isp.core.mixers.Mixers.scan`; return zeros."""
+        """Record a scan, and return zeros; implements `Mixers.scan`."""
         flops = recurrence.flops(inputs.flat())
         return self._mixed(Kind.SCAN, inputs.of_heads[0], flops, *inputs.constants)
 
@@ -130,26 +133,29 @@ class CallRecorder:
         return torch.zeros_like(x)
 
     def place(self) -> tuple[str | None, int]:
-        """Return where the forward is: the running entry of a list of modules, and a count.
+        """Return where the forward is: the module of an `nn.ModuleList` that runs, and a count.
 
-        The entry is None between entries. The count is how many different entries were called so
-        far, so it says between which entries the forward is.
+        Between these modules the first value is None. The count is how many of them were called so
+        far, so it says between which of them the forward is.
         """
         return self._block, len(self.entered)
 
     def choose(self, indexer: Indexer) -> Tensor:
         """Return indices of keys, all 0, as many as an indexer chooses in a long document."""
         self.mixing.update(self._open)
-        # A document longer than any: with the tokens of the trace it would choose fewer keys.
+        # Ask for a document longer than any, because with the few tokens of the trace the indexer
+        # would choose fewer keys.
         shape = *indexer.keys.shape[:2], indexer.num_choices, indexer.most(1 << 40)
         return indexer.keys.new_zeros(shape, dtype=torch.int32)
 
     @contextmanager
     def listening(self, reads: Reads) -> Iterator[None]:
         """Record the calls of forwards in this context, and let `reads` record parameter reads."""
-        # Which of these entries are blocks is known at the end only, see `calls_in_blocks`.
+        # `blocks` are candidates: which entries are blocks is known only at the end, see
+        # `calls_in_blocks`.
         blocks = {entry: name for name, entry in list_entries(self._model)}
-        self._open = reads.open  # one list for both: `Reads` needs the running module, too
+        # Both use one list of running modules, because `Reads` needs the innermost one.
+        self._open = reads.open
         with ExitStack() as stack:
             for name, module in self._model.named_modules():
                 begins = partial(self._begins, name, blocks.get(module))
@@ -209,7 +215,8 @@ class CallRecorder:
             weighs = route is not None and weights_among(tree_leaves((given, more)), given[1])
             width = 0 if route is None else given[0].shape[1]
             call = Call(Kind.EXPERTS, name, self._block, route=route, width=width)
-            self._calls.append(call._replace(weighs=bool(weighs)))  # an index after 1, or None
+            # `weighs` is the index of the routing weights, which is 2 or more, or else false.
+            self._calls.append(call._replace(weighs=bool(weighs)))
             if route is not None:
                 self._routed = len(self._calls) - 1, given[0], version_of(given[0])
 
@@ -224,7 +231,8 @@ class CallRecorder:
     ) -> None:
         """Record that `module` has returned `output`; a forward hook with kwargs."""
         self._open.pop()
-        # `ComputedAhead` reshapes the output to the dims of the input, so both need the same rows.
+        # `ComputedAhead` gives the output the leading dims of the input, so both must have the
+        # same.
         number = self._ahead.pop(name, None)
         if (
             number is not None
@@ -248,8 +256,8 @@ class CallRecorder:
     def _number(self, given: tuple[Any, ...]) -> int:
         """Return a number for the arguments of a linear, for `Call.given`.
 
-        It is the number of the linear before if both are called with the same tensor, and nothing
-        wrote into the tensor in between.
+        It is the number of the previous linear if both are called with the same tensor, and nothing
+        was written into the tensor in between.
         """
         now = (given[0], version_of(given[0])) if given else None
         last, self._given = self._given, now
@@ -261,17 +269,19 @@ class CallRecorder:
 def _read(*tensors: Tensor | None) -> None:
     """Let `Reads` record that these tensors are read, by calling an operation on them.
 
-    They are arguments of mixers, which a trace replaces, so no operation would read them.
+    The tensors are arguments of mixers, which a trace replaces, so no other operation reads them.
     """
     for tensor in tensors:
         if tensor is not None:
-            tensor.sum()  # any operation will do
+            # `Reads` records any operation on the tensor, so a sum will do.
+            tensor.sum()
 
 
 def _route(given: tuple[Any, ...]) -> int | None:
     """Return k, the number of experts of each token, from the arguments `given` of experts.
 
-    Returns None unless they begin as in transformers: tokens [N, D], expert indices [N, k].
+    Returns None unless the arguments begin with tokens [N, D] and expert indices [N, k], as in
+    transformers.
     """
     if len(given) < 2 or not all(isinstance(x, Tensor) and x.dim() == 2 for x in given[:2]):
         return None
@@ -289,7 +299,7 @@ _NUMBERS = (torch.int32, torch.int64)
 def identity_experts(model: nn.Module) -> Iterator[None]:
     """Replace the forward of experts, in this context, by one that returns a copy of its tokens.
 
-    Their own code depends on the values of expert indices, which meta tensors do not have.
+    The experts' own code reads values of expert indices, which meta tensors do not have.
     """
     with ExitStack() as stack:
         for module in model.modules():
@@ -299,9 +309,9 @@ def identity_experts(model: nn.Module) -> Iterator[None]:
 
 
 def list_entries(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yield name and module of each entry of the outermost `nn.ModuleList`s.
+    """Yield name and module of each module in the outermost `nn.ModuleList`s.
 
-    An entry that is in several lists comes once, with its first name.
+    A module that is in several lists comes once, with its first name.
     """
     outermost: list[str] = []
     seen: set[nn.Module] = set()

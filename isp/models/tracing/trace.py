@@ -68,7 +68,7 @@ class ModelTrace(NamedTuple):
     def parts(self) -> Iterator[tuple[str, tuple[Call, ...]]]:
         """Yield, in order of the forward, each block and each call outside of blocks.
 
-        A block comes with its name and its calls, a call outside of blocks with its module's name.
+        Each is a pair: the name of the block and its calls, or the name of the module and its call.
         """
         # The calls of a block follow each other, because no block is called twice.
         for block, calls in groupby(self.calls, key=lambda call: call.block):
@@ -101,7 +101,7 @@ class ModelTrace(NamedTuple):
     """By block, and None for outside of blocks, the number of weight elements that a token is
     multiplied by. Only the experts that the token is routed to count."""
     outputs: dict[str, BlockOutput]
-    """By block, the form of its output, if that contains a hidden state."""
+    """By block, the structure of its output; blocks that return no hidden state are left out."""
     read_at: dict[str, set[str]]
     """By parameter, the places where it is read, except by the code of experts, which a trace does
     not run."""
@@ -116,8 +116,9 @@ class ModelTrace(NamedTuple):
     reads_positions: bool
     """True if the model reads the positions that it is given."""
     by_token: dict[str, TokenOutput]
-    """By module that can run in tiles of tokens, the form of its output. These are the outermost
-    modules in blocks that contain several linears, or experts, and no call that mixes tokens."""
+    """By module that can run in tiles of tokens, the structure of its output. Such modules are the
+    outermost ones in blocks that contain several linears, or experts, and no call that mixes
+    tokens."""
     head: str | None
     """The last linear, after all blocks, if the logits are made from its output alone; else
     None."""
@@ -130,7 +131,7 @@ class ModelTrace(NamedTuple):
     @property
     def called_at(self) -> dict[str, set[str]]:
         """The places where linears and tables are called outside of the blocks, by name."""
-        # From the end, so that `place` is the block after each call.
+        # Go through the calls from the end, so that `place` is the block after each call.
         found, place = dict[str, set[str]](), AFTER_BLOCKS
         for call in reversed(self.calls):
             if call.block is None:
@@ -223,7 +224,8 @@ def trace_model(
     try:
         with recorder.listening(reads), mix_by(recorder), torch.no_grad():
             logits = forward(model, ids, positions)
-    except ValueError:  # raised by isp's own code, which names the place
+    except ValueError:
+        # isp's own code raised this, and the message names the place.
         raise
     except Exception as error:  # the model's own code may raise anything
         # Modules whose forward did not return are still in the list.
@@ -316,7 +318,8 @@ def _by_token(
     """Return the modules that can run in tiles of tokens, for `ModelTrace.by_token`."""
     blocks = tuple({f"{call.block}." for call in calls if call.block is not None})
     found: dict[str, TokenOutput] = {}
-    for name in recorder.called:  # outer modules come first, so inner ones can be left out
+    # Outer modules come first, so a module inside of one that was found can be left out.
+    for name in recorder.called:
         inside_another = name.startswith(tuple(f"{outer}." for outer in found))
         if not name.startswith(blocks) or inside_another:
             continue
@@ -325,7 +328,7 @@ def _by_token(
         several = len(inside) > 1 or any(c.kind is Kind.EXPERTS for c in inside)
         once = len({c.module for c in inside}) == len(inside)
         outputs = recorder.by_token.get(name, [])
-        # Called once, with an output for each token that depends on no other token.
+        # The module is called once, and its output for a token depends on no other token.
         by_token = len(outputs) == 1 and model.get_submodule(name) not in recorder.mixing
         if several and once and by_token:
             found[name] = outputs[0]
@@ -361,7 +364,8 @@ def _multiplied(
         for parameter in model.get_submodule(call.module).parameters(recurse=False):
             if call.kind is Kind.LINEAR and parameter.dim() == 2:
                 total[call.block] += parameter.numel()
-            if call.kind is Kind.EXPERTS and parameter.dim() == 3:  # a stack: k of E experts
+            if call.kind is Kind.EXPERTS and parameter.dim() == 3:
+                # Of a stack [E, .., ..], count only the k experts that a token is routed to.
                 total[call.block] += parameter[: call.route].numel()
     # Some routers are bare parameters that the model's code multiplies by, without an nn.Linear.
     for name in (name for name, role in roles.items() if role is ParameterRole.ROUTER):
@@ -393,7 +397,7 @@ def _check_blocks(model: nn.Module, calls: Iterable[Call], entered: Counter[str]
                 f"{call.block} uses attention with values of {call.sizes.value_size} features and"
                 f" keys of {call.sizes.head_size}: values larger than keys are not supported"
             )
-    # Also entries that mix no tokens themselves are blocks, if another entry of their list does.
+    # An entry that mixes no tokens is also a block if another entry of its list mixes tokens.
     lists = {list_of(call.block) for call in mixing if call.block}
     for name, entry in list_entries(model):
         if list_of(name) in lists and entered[name] > 1:

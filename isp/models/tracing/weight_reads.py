@@ -33,8 +33,8 @@ _SIZES = {"shape", "size", "numel", "nelement", "__len__"}
 class Reads(TorchFunctionMode):
     """A torch function mode that records which parameters are read, where, and by what.
 
-    Records separately the parameters that are read other than by the linear, the lookup or the
-    module that owns them.
+    `foreign` has the parameters that are read in another way than by their linear, by a lookup in
+    their table, or by the code of their own module.
     """
 
     def __init__(
@@ -60,11 +60,13 @@ class Reads(TorchFunctionMode):
     ) -> Any:
         out, name = func(*args, **(kwargs or {})), name_of(func)
         makes_tensor = bool(tensors_in(out))
-        # An attribute such as dtype or device is the same for a rank's part: no read.
+        # Reading an attribute such as dtype or device does not count as a read, because a rank's
+        # part of the parameter has the same.
         if not makes_tensor and name not in _SIZES:
             return out
         for leaf in tensors_in(args, kwargs):
-            # The tensor itself: whatever the model computes from it begins with such an operation.
+            # It suffices to look for the positions tensor itself: whatever the model computes from
+            # it begins with an operation on that tensor.
             if leaf is self._positions:
                 self.reads_positions |= makes_tensor
             known = self._names.get(id(leaf))
@@ -81,7 +83,8 @@ class Reads(TorchFunctionMode):
             return False
         if isinstance(inside, nn.Embedding):
             return looked_up(inside, func, args, kwargs) is not None
-        # addmm is the product of a Conv1D. Any other module may read its own parameters.
+        # A Conv1D multiplies by addmm. A module other than a linear may read its own parameters in
+        # any way.
         return not is_linear(inside) or func in (F.linear, torch.addmm)
 
 
@@ -173,10 +176,12 @@ def experts_cut(model: nn.Module, calls: Iterable[Call], reads: Iterable[str]) -
     others |= {name.rpartition(".")[0] for name in reads}
     cut = {call.module for call in experts} - others
     own = {name: {id(p) for p in m.parameters(recurse=False)} for name, m in model.named_modules()}
-    # A module that shares a parameter with a whole one must be whole, too, and so on.
+    # A module that shares a parameter with a module that stays whole must also stay whole: repeat
+    # this until no further module is found.
     while True:
         whole = (parameters for name, parameters in own.items() if name not in cut)
-        held = set[int]().union(*whole)  # parameters of modules that stay whole
+        # `held`: the parameters of modules that stay whole.
+        held = set[int]().union(*whole)
         left = {name for name in cut if not own[name] & held}
         if left == cut:
             return cut

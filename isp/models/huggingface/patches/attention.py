@@ -47,7 +47,8 @@ def _split_heads(
     `options`: further arguments of `isp.attention`.
     """
     _check_own_dropout(module)
-    q, k = query.to(value.dtype), key.to(value.dtype)  # GPT-J's angles are in float32
+    # GPT-J's rotary angles are in float32, which makes q and k float32: convert them back.
+    q, k = query.to(value.dtype), key.to(value.dtype)
     out = attention(*(x.transpose(1, 2) for x in (q, k, value)), **options)
     return out.transpose(1, 2), None
 
@@ -74,7 +75,7 @@ def _openai_gpt(module: Any, query: Tensor, key: Tensor, value: Tensor, *_: Any)
 def _bart(
     module: Any, hidden_states: Tensor, *_: Any, attn_prompt: Any = None, **__: Any
 ) -> _Attended:
-    """Compute self-attention of BART and models like it, [B, S', D] -> [B, S', D]."""
+    """Compute self-attention of BART and similar models, [B, S', D] -> [B, S', D]."""
     _check_own_dropout(module)
     if attn_prompt is not None:
         raise ValueError(
@@ -93,7 +94,7 @@ def _bert(
     *_: Any,
     **__: Any,
 ) -> _Attended:
-    """Compute self-attention of BERT and models like it, [B, S', D] -> [B, S', D].
+    """Compute self-attention of BERT and similar models, [B, S', D] -> [B, S', D].
 
     `sinusoidal_pos`: RoFormer's angles [1, 1, B, S', d]. In other models the third argument is a
     state, which is None here.
@@ -103,7 +104,8 @@ def _bert(
     linears = module.query, module.key, module.value
     heads = [x(hidden_states).unflatten(-1, split).transpose(1, 2) for x in linears]
     if sinusoidal_pos is not None:
-        count = 3 if module.rotary_value else 2  # q and k, or v as well
+        # RoFormer rotates q and k, and with `rotary_value` v as well.
+        count = 3 if module.rotary_value else 2
         angles = sinusoidal_pos[0, 0].unsqueeze(1)
         heads[:count] = module.apply_rotary_position_embeddings(angles, *heads[:count])
     q, k, v = (x.transpose(1, 2) for x in heads)
@@ -118,12 +120,14 @@ def _with_alibi(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, scale: float) -> 
     bias in k. The bias is split into two features in the dtype of k, so that it keeps 16 bits in
     bfloat16.
     """
-    group = q.shape[2] // k.shape[2]  # query heads that share a KV head have different slopes
+    # Query heads that share a KV head have different slopes, so each gets its own k and v.
+    group = q.shape[2] // k.shape[2]
     k, v = (x.repeat_interleave(group, 2) for x in (k, v))
     # Attention multiplies the whole product by the scale: divide the bias by it.
     wide = bias.to(torch.promote_types(k.dtype, torch.float32)) / scale
     high = wide.to(k.dtype)
-    low = (wide - high).to(k.dtype)  # the rounding error of `high`
+    # `low` is the rounding error of `high`.
+    low = (wide - high).to(k.dtype)
     zeros = k.new_zeros(*bias.shape, ALIBI_FEATURES - 2)
     ones = q.new_ones(*bias.shape, ALIBI_FEATURES)
     k = torch.cat([k, high.unsqueeze(-1), low.unsqueeze(-1), zeros], -1)
@@ -161,7 +165,8 @@ def _mpt(
     if module.clip_qkv:
         qkv = qkv.clamp(min=-module.clip_qkv, max=module.clip_qkv)
     q, k, v = qkv.unflatten(-1, (3, module.n_heads, module.head_dim)).unbind(2)
-    bias = current_positions().unsqueeze(-1) * -position_bias[:, 0, -2]  # the entry of distance 1
+    # `position_bias[:, 0, -2]` is the bias at distance 1: the slope times -1.
+    bias = current_positions().unsqueeze(-1) * -position_bias[:, 0, -2]
     return module.out_proj(_with_alibi(q, k, v, bias, module.softmax_scale).flatten(2)), None
 
 
@@ -184,7 +189,8 @@ def _falcon(
 
     _check_own_dropout(module)
     fused = module.query_key_value(hidden_states)
-    # For each KV head: its G query heads, then its key, then its value, [B, S', K, G + 2, d].
+    # `heads` [B, S', K, G + 2, d] has for each KV head its G query heads, then its key, then its
+    # value.
     heads = fused.unflatten(-1, (module.num_kv_heads, -1, module.head_dim))
     q, k, v = heads[..., :-2, :].flatten(2, 3), heads[..., -2, :], heads[..., -1, :]
     if alibi is None:
@@ -219,7 +225,7 @@ def _inkling2(
     value_hidden_states: Tensor | None = None,
     **_: Any,
 ) -> _Attended:
-    """Compute Inkling 2's attention: as `_inkling`, with a sink for each query.
+    """Compute Inkling 2's attention: that of Inkling (`_inkling`) with a sink for each query.
 
     In a full layer, keys and values are computed from other hidden states than the queries.
     """
@@ -243,7 +249,9 @@ def _inkling2_before_5_24(
     linears = module.q_proj, module.r_proj, module.gate_proj, module.sink_proj
     q, states, gate, sinks = (linear(hidden_states) for linear in linears)
     k, v = module.k_proj(of_keys), module.v_proj(of_values)
-    if module.is_sliding:  # the convolution's taps are the same for all tokens
+    # In sliding layers a convolution has the same taps for all tokens; in full layers it computes
+    # them from the hidden states.
+    if module.is_sliding:
         k, v = module.k_sconv(k), module.v_sconv(v)
     else:
         k, v = module.k_sconv(k, of_keys), module.v_sconv(v, of_values)
@@ -281,7 +289,7 @@ def _attend_relative(module: Any, q: Tensor, k: Tensor, v: Tensor, relative: Rel
 
 
 def _scaled_by_position(config: Any, q: Tensor, states: Tensor) -> tuple[Tensor, Tensor]:
-    """Return q and states [B, S', H, ..], multiplied by a factor that grows with the position."""
+    """Return q and states [B, S', H, ..], multiplied by 1 + alpha log(position / floor) or by 1."""
     if config.log_scaling_n_floor is None:
         return q, states
     lengths = (current_positions() + 1).float() / config.log_scaling_n_floor
@@ -296,7 +304,8 @@ def _dynamic_convolution(
 
     Tap i is multiplied with the token i places before.
     """
-    num_taps, x = module.conv_kernel_size, hidden_states.float()  # as transformers, in float32
+    # Compute in float32, as transformers does.
+    num_taps, x = module.conv_kernel_size, hidden_states.float()
     heads = (module.num_heads, -1)
     taps = module.weight_proj(dynamic_input).float().unflatten(-1, (module.num_heads, num_taps))
     static = module.static_weight.float().T.unflatten(0, heads)  # [H, d, K]
@@ -323,9 +332,9 @@ def _in_float32(module: Any, *args: Any) -> Any:
 
 
 def _gemma4(module: Any, input_ids: Tensor, position_ids: Tensor, **_: Any) -> Any:
-    """Run Gemma 4 on text only, in place of its forward.
+    """Run Gemma 4 on text only, in place of the model's own forward.
 
-    Its own forward reads a row of the embedding's weight, which is sharded.
+    That forward reads from the weight of the embedding, which is sharded.
     """
     from transformers.models.gemma4.modeling_gemma4 import Gemma4ModelOutputWithPast
 

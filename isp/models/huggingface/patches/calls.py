@@ -47,10 +47,10 @@ __all__ = [
 
 
 def _shared_expert_last(module: Any, hidden_states: Tensor) -> Tensor:
-    """Compute Qwen2-MoE's block, calling the shared expert after the experts instead of before.
+    """Compute Qwen2-MoE's MLP, but call the shared expert after the routed experts, not before.
 
-    Only in this order isp can compute it while tokens are in flight. See [Note: Computed ahead] in
-    docs/design/notes/experts.md.
+    Only in this order isp can compute the shared expert while tokens are in flight. See
+    [Note: Computed ahead] in docs/design/notes/experts.md.
     """
     x = hidden_states.flatten(0, -2)
     share = torch.sigmoid(module.shared_expert_gate(x))
@@ -106,7 +106,8 @@ def use_registered_mixers(model: nn.Module) -> bool:
     found = False
     for module in model.modules():
         for method, name in _registered(module):
-            # `as_wide`: a small model in float64 wraps its own forward, which this one replaces.
+            # The new forward replaces one that `kept_in_float64` may have wrapped, so that it runs
+            # in float64: `as_wide` wraps the new one in the same way.
             if method == "forward":
                 set_forward(module, as_wide(module, partial(_forwards[name], module)))
             else:
@@ -135,7 +136,8 @@ def replaced_code(model: nn.Module) -> Iterator[tuple[str, str]]:
         bases = dict(zip(class_names(module), type(module).__mro__, strict=True))
         for method, name in _registered(module):
             of_isp = REPLACED.get(name.removeprefix(PLACE))
-            # False if the user has registered another forward for the class.
+            # If the user has registered another forward for the class, it is not one of isp: skip
+            # it.
             if of_isp is (_forwards if method == "forward" else _methods)[name]:
                 own = next(b for b in bases.values() if _overrides(b, bases[name]))
                 yield own.__module__, own.__qualname__
@@ -144,7 +146,7 @@ def replaced_code(model: nn.Module) -> Iterator[tuple[str, str]]:
 
 
 def _overrides(kind: type, base: type) -> bool:
-    """Return whether `kind` is `base`, or overrides a method of it other than its constructor."""
+    """Return whether `kind` is `base`, or overrides a method of `base` other than `__init__`."""
     own = (b for b in base.__mro__ if b not in nn.Module.__mro__)
     names = (name for b in own for name in vars(b) if name != "__init__")
     return kind is base or any(inspect.isfunction(vars(kind).get(name)) for name in names)
@@ -177,11 +179,13 @@ def wrap_free_functions(model: nn.Module) -> None:
     A wrapper calls isp's own function if `mix_by` has set mixers, else the wrapped function.
     """
     for space, names in _spaces(model):
-        # Indexers need masks only from isp: spare the model a mask of S x S.
+        # isp gives indexers their masks, so a model with indexers need not make its own mask of S x
+        # S.
         masks = {"create_causal_mask": causal_mask} if has_indexers(space) else {}
         for name, ours in (_OURS | masks).items():
             function = names.get(name)
-            # An earlier model of this process may have wrapped it already.
+            # The function is wrapped already if an earlier model of this process has the same
+            # modeling file.
             if function is not None and not isinstance(function, _Wrapped):
                 names[name] = _Wrapped(name, function, ours)
 
@@ -196,9 +200,11 @@ class _Wrapped:
         wraps(function)(self)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if current_mixers() is None:  # a model that isp does not run
+        if current_mixers() is None:
+            # isp does not run this model: call the wrapped function.
             return self._function(*args, **kwargs)
-        # States would be those of a rank's tokens: isp passes them between ranks itself.
+        # Refuse states at the ends of the sequence: this rank has only a part of it, and isp itself
+        # passes states from rank to rank.
         for given in _STATES:
             if kwargs.pop(given, None) not in (None, False):
                 raise ValueError(

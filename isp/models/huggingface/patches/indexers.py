@@ -41,7 +41,7 @@ _CACHE = "past_key_values", "cache"
 
 
 class _Keys:
-    """A stand-in for a cache that records the keys it gets and returns the keys of `__init__`."""
+    """A stand-in for an indexer's cache: it records the keys it gets, and returns given keys."""
 
     def __init__(self, keys: Tensor | None = None) -> None:
         self.keys = keys
@@ -52,7 +52,8 @@ class _Keys:
     def update_indexer(self, keys: Tensor, _: int) -> Tensor:
         """Record keys [B, R, D] and return [B, C, D]; DeepSeek's indexers call this."""
         self.keys = keys
-        # In the first run any single key will do, because its choices are not used.
+        # The first run only records keys and results of linears. Its choices are not used, so any
+        # single key will do.
         return keys[:, :1] if self._given is None else self._given
 
     def update_index(self, keys: Tensor) -> Tensor:
@@ -61,7 +62,8 @@ class _Keys:
 
     @property
     def layers(self) -> _Keys:
-        """The list of caches by layer: each is this one."""
+        """The object itself: an indexer takes its layer's cache from this list, and gets the same
+        one."""
         return self
 
     def __getitem__(self, _: int) -> _Keys:
@@ -103,10 +105,11 @@ class _Indexer:
         self._shape = arguments["hidden_states"].shape[:2]
         self._given: dict[str, Tensor] = {}
         cache, positions = _Keys(), arguments["position_ids"]
-        # The indexer counts blocks by positions, but the stand-in cache has one key: one block.
+        # An indexer that chooses blocks counts them by positions. The stand-in cache has one key,
+        # so set all positions to 0: that makes one block.
         if self._run_size > 1:
             positions = torch.zeros_like(positions)
-        # A mask for the single key: every token may see it.
+        # The mask lets every token see the single key of the stand-in cache.
         seen = torch.ones(1, 1, 1, dtype=torch.bool, device=arguments["hidden_states"].device)
         self._run(self._keep, cache, seen, arguments | {"position_ids": positions})
         if cache.keys is None:
@@ -128,7 +131,8 @@ class _Indexer:
         """
 
         def part(x: Any) -> Any:
-            """Return a tile of a tensor, [B or 1, S', ..] -> [1, R, ..]; any other x unchanged."""
+            """Return the part of a tensor for the queries, [B or 1, S', ..] -> [1, R, ..]; other x
+            unchanged."""
             if not isinstance(x, Tensor):
                 return x
             return x.expand(*self._shape, *x.shape[2:]).flatten(0, 1)[tokens].unsqueeze(0)
@@ -136,7 +140,7 @@ class _Indexer:
         arguments = tree_map(part, self._arguments)
         given = {name: part(x) for name, x in self._given.items()}
         cache = _Keys(keys[None])
-        # Calls of linears return the tile of their recorded results.
+        # Where the indexer calls a linear, return the recorded result's part for these queries.
         found = self._run(lambda name, *_, **__: given[name], cache, seen[None], arguments)
         return found.flatten(0, -3).transpose(0, 1)  # [1, R, n] or [1, G, R, n] -> [R, G, n]
 
@@ -187,8 +191,8 @@ def _of_blocks(module: Any, arguments: dict[str, Any]) -> _Indexer:
 def _forward_of(make: Callable[[Any, dict[str, Any]], _Indexer]) -> Callable[..., Any]:
     """Return a forward for indexers in which the current mixers choose keys, without gradients.
 
-    `make`: makes the indexer of a call. Outside of a forward that isp runs, the returned forward
-    runs the indexer's own.
+    `make`: makes the indexer of a call. Outside of a forward that isp runs, the returned function
+    calls the forward of the indexer's class.
     """
 
     def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -197,7 +201,8 @@ def _forward_of(make: Callable[[Any, dict[str, Any]], _Indexer]) -> Callable[...
             return own(module, *args, **kwargs)
         bound = inspect.signature(own).bind(module, *args, **kwargs)
         bound.apply_defaults()
-        _, *arguments = bound.arguments.items()  # without the module itself
+        # Leave out the first argument, which is the module.
+        _, *arguments = bound.arguments.items()
         with torch.no_grad():
             return mixers.choose(make(module, dict(arguments)))
 
@@ -265,7 +270,7 @@ def indexer_parameters(model: nn.Module) -> Iterator[str]:
 def chosen_by(module: Any, others: dict[str, Any]) -> Chosen | None:
     """Return the keys that an indexer has chosen for a call of attention; None: all keys.
 
-    `others`: the call's further arguments. The indexer may be that of an earlier layer.
+    `others`: the call's further arguments. An indexer of an earlier layer may have chosen.
     """
     if type(module).__module__ not in _SPACES:
         return None

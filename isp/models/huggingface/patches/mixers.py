@@ -26,8 +26,8 @@ _LEAST_TIME = 1e-12
 def windows_of(x: Tensor, num_taps: int) -> Tensor:
     """Return each token with the K - 1 tokens before it: [B, S', C] -> [B, S', C, K].
 
-    Entry i is the token i places before in the same document, or zeros. Computed as a convolution
-    with one-hot taps, because `causal_conv1d` also gets the tokens of other ranks.
+    Index i of the last dim is the token i places before in the same document, or zeros. Computed as
+    a convolution with one-hot taps, because `causal_conv1d` also gets the tokens of other ranks.
     """
     taps = torch.eye(num_taps, device=x.device, dtype=x.dtype).flip(1)[1:]  # [K - 1, K]
     before = causal_conv1d(x.repeat(1, 1, num_taps - 1), taps.repeat_interleave(x.shape[-1], 0))
@@ -73,7 +73,8 @@ def _recurrent_gemma(
     )
     dt = 8.0 * gate * F.softplus(unit.recurrent_param)
     kept = SqrtBoundDerivative.apply(1 - torch.exp(-2 * dt))
-    kept = kept.where(position_ids.unsqueeze(-1) != 0, 1)  # a document's first token is not scaled
+    # The RG-LRU does not scale the first token of a document.
+    kept = kept.where(position_ids.unsqueeze(-1) != 0, 1)
     dt = dt.float().clamp(min=_LEAST_TIME)
     # The scan multiplies its input by dt, but the RG-LRU does not: divide the input by dt.
     written = (x * input_gate * kept.to(x.dtype)).float() / dt
@@ -131,8 +132,12 @@ class _Factor:
 
 
 def _selective(module: Any, *args: Any, **kwargs: Any) -> Any:
-    """Run Mamba's own forward so that it calls `dt_proj`, whose sharded weight it would read."""
-    if not is_linear(module.dt_proj):  # an adapter wraps it, and calls it
+    """Run Mamba's own forward, with its read of `dt_proj.weight` turned into a call of `dt_proj`.
+
+    Outside of that call a rank has only a shard of the weight.
+    """
+    # `_Factor` takes a plain linear. If an adapter wraps `dt_proj`, run the forward unchanged.
+    if not is_linear(module.dt_proj):
         return type(module).forward(module, *args, **kwargs)
     # An entry in the instance's dict hides the submodule of this name.
     vars(module)["dt_proj"] = _Factor(module.dt_proj)
