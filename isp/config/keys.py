@@ -55,7 +55,7 @@ class KeyTable:
     """Dataclass of each section."""
 
     def role(self, path: KeyPath) -> KeyRole | None:
-        """Return the role of a key; None if there is no such key."""
+        """Return what a key decides (`KeyRole`: model, data, method or place); None if unknown."""
         path = general(path)
         return role_of(self.classes[path[:-1]], path[-1]) if path in self.hints else None
 
@@ -170,7 +170,7 @@ class KeyTable:
         section = self.classes[path]
         lines = [inspect.cleandoc(section.__doc__ or "")]
         for name, meaning in docs_of(section).items():
-            if (*path, name) not in self.hints:  # a section of its own
+            if (*path, name) not in self.hints:  # it is a section, and listed separately
                 continue
             default = self.defaults[*path, name]
             shown = default if isinstance(default, str) else json.dumps(default, default=str)
