@@ -159,8 +159,8 @@ class Uploads:
             before.join()
         if folder != self._next:
             logger.warning(
-                "%s is not copied to %s: while an earlier one was copied, a newer one was saved, and"
-                " only the newest is copied next",
+                "%s is not copied to %s: a newer checkpoint was saved while an earlier one was"
+                " copied, and only the newest is copied next",
                 folder,
                 self._url,
             )

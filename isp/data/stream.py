@@ -136,7 +136,8 @@ class StreamDataset:
                 file = int(order[number])
                 place = place._replace(file=number)
                 texts = read_documents(self._files[file], text_key=self._text_key)
-                left = islice(texts, place.before, None)  # a file has no index: reads what it skips
+                # Files have no index, so this reads the documents that it skips.
+                left = islice(texts, place.before, None)
                 while block := [document.text for document in islice(left, BLOCK)]:
                     is_empty = False
                     key = [self._seed, place.epoch, file, place.before]

@@ -270,7 +270,7 @@ def test_a_turn_that_is_not_in_one_piece(tmp_path: Path, template: str, place: s
 def test_a_turn_that_begins_otherwise_than_the_prompt(tmp_path: Path) -> None:
     """Catches a header that is trained because it is not that of the prompt."""
     folder = chat_folder(tmp_path, CHATML.replace("<|im_start|>assistant", "<|im_start|>bot"))
-    with pytest.raises(ValueError, match="line 3, message 3: the chat template does not begin it"):
+    with pytest.raises(ValueError, match="line 3, message 3: the chat template renders it"):
         load(folder).example(TALK, "talks, line 3")
 
 
