@@ -40,7 +40,7 @@ class RunAccelerator(Accelerator):
         accelerator.__class__ = cls
         accelerator.run = run
         accelerator._first_ranks = [data_ranks.index(rank) for rank in range(run.dp_size)]
-        accelerator.dataloader_config.dispatch_batches = False  # else rank 0 reads for all ranks
+        accelerator.dataloader_config.dispatch_batches = False  # each rank reads its data
 
     @property
     def num_processes(self) -> int:

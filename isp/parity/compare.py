@@ -143,7 +143,10 @@ class Verdict(NamedTuple):
 
 
 class Check:
-    """A small model with reference steps of its plain form, which `run` compares layouts with.
+    """Compares layouts of a small model with the plain model.
+
+    The constructor trains a step of the plain model for each kind of batch, as the reference. `run`
+    then trains the same step in a layout and returns the differences.
 
     All layouts run on the same number of ranks, the least common multiple of what they need, so
     smaller layouts have replicas. Raises ValueError for a layout that the model cannot be split in.
@@ -211,7 +214,7 @@ class Check:
         """
         mesh = Mesh(Topology.create(self.num_ranks, layout.of(self.parallel)), rank)
         chosen = self.cases if cases is None else cases
-        logging.disable(logging.WARNING)  # else each rank would repeat a run's warnings per case
+        logging.disable(logging.WARNING)  # Or each rank would repeat warnings.
         try:
             return [self._compare(mesh, layout, case) for case in chosen]
         finally:
@@ -334,7 +337,7 @@ def _note(
     for name, parts in found.items():
         if name in expected and len(parts) == 1:
             whole = expected[name]
-            scale = max(whole.abs().max().item(), 1e-300)  # no division by 0
+            scale = max(whole.abs().max().item(), 1e-300)  # avoid a division by 0
             if mesh.topology.mode.slices_batch:
                 whole = whole.chunk(tensor.size, 1)[tensor.rank]
             if whole.shape == parts[0].shape:
@@ -436,7 +439,7 @@ def worst_of(of_ranks: Iterable[Differences]) -> Differences:
         gradients=largest(lambda one: one.gradients),
         weights=largest(lambda one: one.weights),
         outputs=largest(lambda one: one.outputs),
-        gathers=found[0].gathers,  # of one rank: the table only says if there are any
+        gathers=found[0].gathers,  # One rank's number will do: only 0 or not 0 matters.
         miscounted=tuple(dict.fromkeys(line for one in found for line in one.miscounted)),
     )
 

@@ -165,7 +165,7 @@ def read_folder(folder: Path, overrides: Mapping[str, Any] | None = None) -> Any
     logging.set_verbosity_error()  # hides advice on faster kernels and on ids of a large vocabulary
     try:
         if overrides:
-            with limited_model(str(folder)):  # builds it, to compare the shapes of its weights
+            with limited_model(str(folder)):  # The check builds the model, for shapes.
                 check_overrides(folder, overrides)
         return overridden_config(folder, overrides)
     except OverrideError:

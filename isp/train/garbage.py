@@ -29,11 +29,12 @@ def collected_every(steps: int) -> Iterator[Callable[[int], None]]:
         """Collect young objects and give free memory back if `step` is a multiple of `steps`."""
         if steps and step % steps == 0:
             gc.collect(1)  # a collection of the oldest generation would look through all objects
-            release(0)  # [Note: Freed host memory]
+            release(0)  # gives free heap pages to the system [Note: Freed host memory]
 
     was_enabled = gc.isenabled()
     if steps:
-        gc.collect()  # remove garbage of the setup, of all generations: later ones skip the oldest
+        # Collect all generations once, for what the setup left: `after` skips the oldest one.
+        gc.collect()
         gc.disable()
     try:
         yield after

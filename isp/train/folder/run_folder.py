@@ -131,7 +131,7 @@ class RunFolder:
         """
         run = cls(Path(path).absolute())
         if not run.path.is_dir():
-            raise ValueError(f"{run.path}: no such run to resume")
+            raise ValueError(f"{run.path}: no such run to resume: its folder is gone")
         with explained(f"job.dump_folder={run.path.parent.parent}"):
             run.check_written_on()
             run._prepare()
@@ -192,7 +192,7 @@ class RunFolder:
             launch = LaunchRecord(**json.loads(read_limited(self.launch_file)))
             has_time = math.isfinite(launch.at)
         except (OSError, ValueError, TypeError, OverflowError, RecursionError):
-            return None  # such a run is ordered by the time in its name
+            return None  # The caller then orders the run by the time in its name.
         return launch if has_time and isinstance(launch.finished_step, int | None) else None
 
     def write_launch(self, launch: LaunchRecord) -> None:

@@ -179,7 +179,7 @@ def check_skips(
     skipped = optimizer.skipped_in_a_row
     if not limit or skipped < limit:
         return
-    with suppress(CheckpointError):  # logged already; older checkpoints are still there
+    with suppress(CheckpointError):  # The save has logged it; name an older one.
         checkpointer.wait()
     folder = checkpointer.folder
     before = [saved for saved in folder.steps() if saved <= step - skipped]

@@ -143,7 +143,8 @@ def write_profile(
     )
     write_whole(folder / "profile.json", profile.to_json())
     write_trace(folder / "trace.json.gz", trace)
-    shutil.rmtree(folder / "torch", ignore_errors=True)  # from `torch_profiler` on each rank
+    # Remove the traces of torch.profiler, one for each rank: `trace.json.gz` now has their events.
+    shutil.rmtree(folder / "torch", ignore_errors=True)
     return profile
 
 
