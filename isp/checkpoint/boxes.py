@@ -214,7 +214,8 @@ class BoxLoadPlanner(LoadPlanner):
         assert isinstance(saved, TensorStorageMetadata)
         if tuple(saved.size) != (shape := rows.whole_shape(shard.global_shape)):
             raise ValueError(
-                f"{source} has shape {tuple(saved.size)} in the checkpoint, the run needs {shape}"
+                f"{source} has shape {tuple(saved.size)} in the checkpoint, which is of another"
+                f" model: the run needs {shape}"
             )
         # torch's function uses one key, `source`, for what is read and for what is filled. The
         # piece has its own key: set it as the destination.

@@ -216,9 +216,9 @@ def targets_for(state: TrainState, metadata: Metadata, *, weights_only: bool = F
         raise ValueError(
             f"the checkpoint lacks {_shortened(missing)}, so it is of another model or optimizer"
         )
-    # A saved weight that the run lacks means another model. So each saved weight has to be loaded
-    # on some rank: under its own name, or, if it is of an earlier version, under the present names
-    # of the parameters whose rows it has.
+    # Each saved weight has to be loaded on some rank: one that the run does not have means that the
+    # checkpoint is of another model. A weight is loaded under its own name. If an earlier version
+    # saved several present parameters as one weight, it is loaded under the names of all of them.
     required: dict[str, list[str]] = {}
     for name, found in saved_rows(state.earlier_names, names, state.earlier_names).items():
         required.setdefault(model_key(found.name), []).append(model_key(name))

@@ -79,10 +79,10 @@ class KeyTable:
         return cls(sections=sections, hints=hints, defaults=defaults, classes=dict(pending))
 
     def upgraded(self, kept: Mapping[str, Any]) -> dict[str, Any]:
-        """Return a configuration saved by an earlier version in the form of this one.
+        """Return the configuration `kept`, saved by an earlier version, with this version's keys.
 
-        Keys added since get the values that correspond to the run's behavior (`Absent`). Removed
-        keys without effect are dropped.
+        A key that was added later gets the value that matches the run's behavior (`Absent`). Keys
+        that were removed, and had no effect, are dropped.
         """
         filled = copy.deepcopy(dict(kept))
         without_removed(filled)

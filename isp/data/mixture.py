@@ -45,8 +45,9 @@ class _Stage(NamedTuple):
     before: tuple[int, ...]
     """Number of samples that earlier stages drew from each source."""
     ends: tuple[int, ...]
-    """End of each source's interval in `_RANGE`, which begins at the end of the one before. The
-    interval of a source that has reached its limit is empty."""
+    """For each source, the end of its interval in [0, `_RANGE`); it begins where that of the source
+    before ends. A sample is drawn from the source in whose interval its number is. A source that
+    has reached its limit has an empty interval."""
 
 
 class MixedDataset:

@@ -149,8 +149,9 @@ class ISPEngine(BaseEngine):
         if scores.entropy is not None:
             found["entropy"] = scores.entropy
         ends = batch["input_ids"].offsets()
-        # The run has the result of a token at the token; verl has it at the token before: roll by
-        # one. What this moves across the ends of documents has no meaning in verl.
+        # In the run's results entry i is about token i, and in verl's it is about token i + 1: move
+        # all entries to the left by one. verl does not read the last entry of a document, which
+        # gets the entry of another document's first token.
         return {
             name: torch.nested.nested_tensor_from_jagged(x[0].roll(-1), ends)
             for name, x in found.items()

@@ -159,8 +159,8 @@ def _address_space(most_bytes: int) -> Iterator[None]:
 def _ticks(look: Callable[[FrameType | None], None]) -> Iterator[None]:
     """Context in which a timer calls `look`, with the current frame, every `_TICK_SECONDS`.
 
-    A process has one such timer. If it was in use before, as in an enclosing context, its handler
-    is called when it would have been, and at the end it is set again.
+    A process has only one such timer. If other code, such as an enclosing context, has set it, the
+    handler of that code is still called when it is due, and the timer is set again at the end.
     """
     due, begin = signal.getitimer(signal.ITIMER_REAL)[0], time.monotonic()
     before = signal.getsignal(signal.SIGALRM)

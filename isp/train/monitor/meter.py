@@ -179,7 +179,7 @@ class StepOutputs:
 
     It is a context, which continues the files after `last_step`; entering and leaving it are
     collectives over `host`. Raises CheckpointError on all ranks if the metrics file cannot be
-    opened, is not one, or was removed meanwhile. The bar is shown on a terminal only.
+    opened, is not a metrics file, or was removed. The bar is shown on a terminal only.
 
     `last_record`: record of `last_step` from the checkpoint, to complete the file with.
     """

@@ -475,7 +475,7 @@ def _check(start: Start, config: JobConfig, topology: Topology) -> None:
     info, is_own = _first_checkpoint(start, config.checkpoint, preview)
     if info is None:
         return
-    # Of a checkpoint of which only the weights are loaded, step and data do not matter.
+    # If only the weights of a checkpoint are loaded, its step and its data do not matter.
     if is_own or not config.checkpoint.initial_load_model_only:
         if info.step > config.training.steps:
             raise ValueError(

@@ -212,15 +212,15 @@ def compare(
     lines: list[str] = []
     refused: list[str] = []
     keys = KeyTable.of(JobConfig)
-    # URLs are compared without signatures, which change while the data stays the same. Checkpoints
-    # of earlier versions have them, so remove them from these too.
+    # URLs are compared without signatures, which change while the data stays the same. Remove them
+    # on both sides: configurations that earlier versions saved still have signatures.
     here_now = to_plain(config, redact=True)
     for key, there, here in keys.differences(redacted_values(saved), here_now):
         if key == "data.add_bos" and not takes_bos(config.data):
             continue  # The key changes no token of this data, so a difference is no change.
         line = f"{key}: {there} there, {here} now"
-        # Keys of the model and of the data may not change. Keys that this version does not know
-        # (role None) may be such keys, so they may not either.
+        # Keys of the model and of the data must not change. This version does not know what a key
+        # with role None decides, so such a key must not change either.
         role = keys.role(tuple(key.split(".")))
         makes_another = role in (KeyRole.MODEL, KeyRole.DATA, None)
         (refused if makes_another else lines).append(line)
