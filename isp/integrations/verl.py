@@ -150,8 +150,8 @@ class ISPEngine(BaseEngine):
             found["entropy"] = scores.entropy
         ends = batch["input_ids"].offsets()
         # In the run's results entry i is about token i, and in verl's it is about token i + 1: move
-        # all entries to the left by one. verl does not read the last entry of a document, which
-        # gets the entry of another document's first token.
+        # all entries to the left by one. The last entry of each document, which is then about the
+        # first token of another document, has no meaning in verl.
         return {
             name: torch.nested.nested_tensor_from_jagged(x[0].roll(-1), ends)
             for name, x in found.items()

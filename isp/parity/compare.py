@@ -214,7 +214,8 @@ class Check:
         """
         mesh = Mesh(Topology.create(self.num_ranks, layout.of(self.parallel)), rank)
         chosen = self.cases if cases is None else cases
-        logging.disable(logging.WARNING)  # Or each rank would repeat warnings.
+        # Hide warnings of the run: each rank would repeat them for each case.
+        logging.disable(logging.WARNING)
         try:
             return [self._compare(mesh, layout, case) for case in chosen]
         finally:
@@ -439,7 +440,8 @@ def worst_of(of_ranks: Iterable[Differences]) -> Differences:
         gradients=largest(lambda one: one.gradients),
         weights=largest(lambda one: one.weights),
         outputs=largest(lambda one: one.outputs),
-        gathers=found[0].gathers,  # One rank's number will do: only 0 or not 0 matters.
+        # One rank's number is enough: the table only shows whether there are gathers at all.
+        gathers=found[0].gathers,
         miscounted=tuple(dict.fromkeys(line for one in found for line in one.miscounted)),
     )
 

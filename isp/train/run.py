@@ -95,7 +95,7 @@ def main(
         folder = start.folder
         stack.enter_context(run_logging(folder.log_file(world.rank), rank=world.rank))
         here = tuple(RankPlace.here(device))
-        # All ranks have to call `exchange`, although only rank 0 needs the places of all.
+        # `exchange` is a collective: each rank gets the places of all ranks.
         places = [RankPlace(*place) for place in exchange(mesh.host, here)]
         if world.rank == 0:
             folder.describe(to_yaml(given, redact=True), Environment.of(places).to_json())

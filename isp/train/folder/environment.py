@@ -87,7 +87,8 @@ class Environment:
 
 def _packages() -> dict[str, str]:
     """Return the versions of installed packages, by name, in alphabetical order."""
-    found = [d.metadata for d in distributions()]  # Each access reads and parses the file.
+    # Read `metadata` once for each package: every access reads and parses its file again.
+    found = [d.metadata for d in distributions()]
     named = [m for m in found if m["Name"]]  # leftovers of a broken installation have no name
     return {m["Name"]: m["Version"] for m in sorted(named, key=lambda m: m["Name"].lower())}
 
