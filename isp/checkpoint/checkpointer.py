@@ -417,7 +417,7 @@ class _Staging:
                 copies = [zeros(x.numel(), x.dtype, x.device).view(x.shape) for x in data]
                 self._copies[key] = copies
             for target, x in zip(copies, data, strict=True):
-                target.copy_(x, non_blocking=True)  # all copies are in flight together
+                target.copy_(x, non_blocking=True)  # do not wait for each copy
                 devices.add(x.device)
             copied[key] = shard.with_data(copies)
         for device in devices:  # one wait for all copies, after the last has been queued

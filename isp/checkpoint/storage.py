@@ -185,7 +185,7 @@ class _CheckedFileSystem(FileSystem):
 
     @contextmanager
     def create_stream(self, path: str | os.PathLike[str], mode: str) -> Generator[io.IOBase]:
-        if mode != "wb":  # reading: `Manifest.check` compares checksums
+        if mode != "wb":  # When reading, `Manifest.check` does it.
             with super().create_stream(path, mode) as stream:
                 yield stream
             return

@@ -99,7 +99,7 @@ def _known_part(loc: tuple[int | str, ...], keys: KeyTable) -> KeyPath:
     for part in loc:
         place = general((*path, str(part)))
         is_key = place[:-1] in keys.hints and place[:-1] not in keys.sections
-        if is_key and place not in keys.sections:  # `path` is whole: cut off the rest
+        if is_key and place not in keys.sections:  # `path` is a whole key: cut off the rest
             break
         path = (*path, str(part))
     return path

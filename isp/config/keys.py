@@ -66,7 +66,7 @@ class KeyTable:
         hints: dict[KeyPath, Any] = {}
         defaults: dict[KeyPath, Any] = {}
         pending: list[tuple[KeyPath, type]] = [((), root)]
-        for path, section in pending:  # grows while it is iterated, by the sections found
+        for path, section in pending:  # The loop appends the sections that it finds.
             types_by_name = typing.get_type_hints(section)
             sections[path] = names_of(section)
             made = {f.name: f.default for f in fields(section)}

@@ -443,7 +443,7 @@ class _Places(NamedTuple):
                 continue
             if owner is not None and text[begin:place].strip():
                 spans = messages.setdefault(owner, [])
-                if spans and spans[-1][1] == begin:  # no gap: extend the span before
+                if spans and spans[-1][1] == begin:  # Without a gap, extend the span before.
                     begin = spans.pop()[0]
                 spans.append((begin, place))
                 last = place

@@ -134,7 +134,7 @@ class PackedDataset:
         # Read one token more: the label of the sample's last token. At the end of the stream, with
         # `pack`, there may be none.
         pieces = self._read(epoch, start, min(start + self.seq_len + 1, self.num_tokens))
-        stream = np.concatenate(pieces, dtype=np.int64)  # [S + 1], or [S] at the very end
+        stream = np.concatenate(pieces, dtype=np.int64)  # [S + 1], or [S] at the stream's end
         ends = np.cumsum([len(piece) for piece in pieces])
         return cut(stream, ends, self.seq_len, self.pack)
 

@@ -346,7 +346,7 @@ def _opened(path: Path) -> Iterator[IO[bytes]]:
         raise ValueError(f"{path} is not UTF-8 text ({error.reason}): convert it") from None
     except ValueError:
         raise
-    except Exception as error:  # each decompressor raises exceptions of its own
+    except Exception as error:  # each decompressor defines its own exceptions
         raise ValueError(f"{path} cannot be read: {error}") from None
 
 

@@ -104,7 +104,9 @@ def file_format(path: Path, asked: Format, text_key: str) -> Format:
     """
     if asked is not Format.AUTO:
         if not has_records(path) and asked is not Format.TEXT:
-            raise ValueError(f"data.format={asked}: {path} is neither JSON nor a table")
+            raise ValueError(
+                f"data.format={asked}: {path} is neither JSON nor a table: use auto or text"
+            )
         return asked
     if not has_records(path):
         return Format.TEXT

@@ -167,7 +167,7 @@ def best_fit(items: Iterable[int], sizes: Sequence[int], capacity: int) -> list[
     spaces: list[int] = []  # the keys of `by_space`, sorted
     for item, size in zip(items, sizes, strict=True):
         at = bisect_left(spaces, size)  # index of the smallest free space that is enough
-        if at == len(spaces):  # none: begin a new sequence
+        if at == len(spaces):  # No sequence has room: begin a new one.
             sequence, space = len(sequences), capacity
             sequences.append([])
         else:

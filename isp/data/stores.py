@@ -76,7 +76,9 @@ class EndedStore:
         self._store = store
         self._eos_id = eos_id
         documents = np.flatnonzero(store.lengths)
-        probes = documents[:: -(-len(documents) // EOS_PROBES) or 1]  # spread over the whole store
+        probes = documents[
+            :: -(-len(documents) // EOS_PROBES) or 1
+        ]  # they are spread over the store
         ends = zip(probes.tolist(), store.lengths[probes].tolist(), strict=True)
         last = [store.read(document, end - 1, end)[0] for document, end in ends]
         lacking = np.array(last, dtype=np.int64) != eos_id

@@ -58,7 +58,7 @@ class StreamDataset:
     at the end. `note` is appended to the summary.
     """
 
-    samples_per_epoch = 0  # not known: all files would have to be read
+    samples_per_epoch = 0  # It is not known: all files would have to be read.
 
     def __init__(
         self,
@@ -108,7 +108,7 @@ class StreamDataset:
             self.seek(*self._begin)
         self._fill()
         while self._next < index:
-            left = self.seq_len  # number of tokens of this sample, still to be dropped
+            left = self.seq_len  # tokens of this sample that still have to be dropped
             while left:
                 place, tokens = self._held.popleft()
                 if len(tokens) > left:  # the rest of the document begins the next sample

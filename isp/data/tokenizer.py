@@ -170,7 +170,7 @@ class HFTokenizer:
         ids = np.asarray(tokens).tolist()
         try:
             text: str = self._tokenizer.decode(ids, skip_special_tokens=not special)
-        except Exception as error:  # the package raises bare Exception, as in `_encoded`
+        except Exception as error:  # the package raises Exception itself for faults
             raise ValueError(f"data.tokenizer={self.file} cannot decode tokens: {error}") from None
         return text
 
@@ -178,7 +178,7 @@ class HFTokenizer:
         """Return the encoding of `text` as an object of the package; raises as `encode` does."""
         try:
             return self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
-        except Exception as error:  # the package raises bare Exception, as for an unknown word
+        except Exception as error:  # the package raises Exception itself, as for an unknown word
             start = repr(text[:60]) + "..." * (len(text) > 60)
             raise ValueError(
                 f"data.tokenizer={self.file} cannot encode the text that begins with {start}:"

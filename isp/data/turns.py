@@ -281,7 +281,8 @@ def _check_part(part: Any, where: str) -> None:
     kind = part.get("type", "text")
     if kind != "text":
         raise ValueError(
-            f"{where} has a part of its content of the type {kind!r}: only text is trained"
+            f"{where} has a part of its content of the type {kind!r}: only text is trained: leave"
+            " the part out"
         )
 
 

@@ -164,7 +164,11 @@ class Source:
         # The last new token needs no position: nothing is computed from it.
         needed, limit = longest + new_tokens - 1, self.position_limit
         if limit is not None and needed > limit:
-            fits = f": --max-new-tokens {limit - longest + 1} fits" if longest <= limit else ""
+            fits = (
+                f": --max-new-tokens {limit - longest + 1} fits"
+                if longest <= limit
+                else ": use a shorter prompt"
+            )
             raise ValueError(
                 f"a prompt of {longest:,} tokens and --max-new-tokens {new_tokens} need"
                 f" {needed:,} positions, and the model has a table of {limit:,}{fits}"

@@ -229,7 +229,7 @@ class Check:
     def _compare(self, mesh: Mesh, layout: Layout, case: CheckCase) -> Differences:
         """Train one step on this rank and return its differences from the plain model."""
         reference = self.references[case.packed]
-        # This data rank's rows of the global batch.
+        # Each data rank trains its own rows of the global batch.
         count = len(reference.rows.tokens) // mesh[Axis.DATA].size
         first = mesh[Axis.DATA].rank * count
         # A pipeline needs several micro-batches: each row is one. Else all rows are one batch.

@@ -180,7 +180,7 @@ class Trainer:
                     offloaded = self.train_step.built.host
                     if offloaded.reserved_bytes:
                         logger.info(
-                            "block inputs of recomputed blocks are kept in %s", offloaded.describe()
+                            "inputs of recomputed blocks are kept in %s", offloaded.describe()
                         )
                     self._log_balance()
                     # The first step also loads kernels and opens connections, for which it has

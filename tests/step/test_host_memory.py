@@ -75,7 +75,7 @@ def test_a_run_tells_what_it_takes(tmp_path: Path) -> None:
         load_config(job, OFFLOADED), load_config(job, OFFLOADED).topology(2), 0
     )
     found = re.search(
-        r"block inputs of recomputed blocks are kept in ([\d.]+) MiB of host memory in 6 buffers",
+        r"inputs of recomputed blocks are kept in ([\d.]+) MiB of host memory in 6 buffers",
         told,
     )
     assert found is not None, told

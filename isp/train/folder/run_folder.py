@@ -242,7 +242,7 @@ def _link_latest(path: Path) -> None:
         new.unlink(missing_ok=True)
         new.symlink_to(path.name, target_is_directory=True)
         os.replace(new, link)
-    except OSError as error:  # a file system without links, or a folder named `latest`
+    except OSError as error:  # the file system has no links, or `latest` is a folder
         new.unlink(missing_ok=True)
         logger.warning("cannot link %s to this run: %s", link, error.strerror)
 

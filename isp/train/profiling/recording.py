@@ -56,7 +56,7 @@ def recorder_for(step: TrainStep, device: torch.device) -> Recorder:
 @contextmanager
 def torch_profiler(folder: Path, step: TrainStep) -> Iterator[None]:
     """Context that runs torch.profiler and writes its trace to `folder`, for `write_profile`."""
-    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # else Kineto writes to stderr when it starts
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # keep Kineto from writing to stderr
     activities = [torch.profiler.ProfilerActivity.CPU]
     if torch.cuda.is_available():
         activities.append(torch.profiler.ProfilerActivity.CUDA)

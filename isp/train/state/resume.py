@@ -184,8 +184,8 @@ def open_run(config: JobConfig, topology: Topology) -> Iterator[Start]:
             else:
                 folder = RunFolder.reopen(start.folder.path)
             start = replace(start, folder=folder)
-            # `_claimed` has locked `checkpoint.folder`, or the checkpoints of a run that exists. For
-            # a new run they are in the folder that was created above: lock them now.
+            # `_claimed` has locked `checkpoint.folder`, or an existing run's folder of checkpoints.
+            # That of a new run was created above: lock it now.
             if not start.resumes:
                 start = replace(start, checkpoints=folder.checkpoint_folder)
                 held.enter_context(_locked(start.checkpoints))
