@@ -70,10 +70,11 @@ class Shard:
     def of_rows(
         cls, key: str, local: Tensor, layout: ParameterLayout, rows: Interval | None = None
     ) -> Shard:
-        """Return the shard of `local`: rows `rows` (start, stop) of this rank's part of a tensor.
+        """Return the shard whose data is `local`, with the boxes of the global tensor it covers.
 
-        `layout` says which part of the global tensor that is; `rows` None means all its rows.
-        Optimizer states need `rows`: zero1 splits a rank's part of a parameter over more ranks.
+        `layout` says which part of the global tensor this rank has. `rows` (start, stop on dim 0)
+        says which rows of that part are in `local`; None: all of them. Optimizer states need
+        `rows`, since zero1 splits a rank's part of a parameter over the ranks that replicate it.
         """
         boxes = boxes_of(layout, rows)
         pieces = tuple(Piece(box.offsets, box.view(local)) for box in boxes)
@@ -144,10 +145,11 @@ class BoxLoadPlanner(LoadPlanner):
     The layout of the save does not matter. The state dict is {key: Shard}. Values are converted to
     the dtype of the box.
 
-    `sources`: for each key, the saved tensor to read, and the rows of it. `required`: for some
-    saved tensors, keys that ranks must load from them, all ranks together; a tensor without any
-    means that the checkpoint is of another model. Raises ValueError if the checkpoint lacks a box,
-    and, on the coordinator, if a required key is not loaded.
+    `sources`: for each key, the saved tensor to read, and which rows (dim 0) of that tensor.
+    `required`: for a saved tensor, the keys that have to be read from it; each key has to be loaded
+    by at least one rank. A saved tensor whose keys no rank loads shows that the checkpoint is of
+    another model. Raises ValueError if the checkpoint lacks a box, and, on the coordinator, if no
+    rank loads a required key.
     """
 
     def __init__(
@@ -179,7 +181,8 @@ class BoxLoadPlanner(LoadPlanner):
         unread = [key for key, needed in self._required.items() if not loaded.issuperset(needed)]
         if unread:
             raise ValueError(
-                f"the checkpoint has entries that the run lacks: {', '.join(sorted(unread))}"
+                f"the checkpoint has weights that the run's model lacks, so it is of another model:"
+                f" {', '.join(sorted(unread))}"
             )
         return global_plan
 
@@ -204,15 +207,18 @@ class BoxLoadPlanner(LoadPlanner):
 
         Raises ValueError if the saved tensor has another shape, or lacks elements of a box.
         """
-        # The saved tensor may have more rows than the parameter, which begins at row `first` there.
+        # The saved tensor may have more rows (dim 0) than the parameter: earlier versions joined
+        # some parameters in one tensor. Row `first` of that tensor is row 0 of the parameter.
         source, first, _ = rows = self._sources[shard.key]
         saved = self._saved[source]
         assert isinstance(saved, TensorStorageMetadata)
         if tuple(saved.size) != (shape := rows.whole_shape(shard.global_shape)):
             raise ValueError(
-                f"{source} has shape {tuple(saved.size)} in the checkpoint, the run needs {shape}"
+                f"{source} has shape {tuple(saved.size)} in the checkpoint, which is of another"
+                f" model: the run needs {shape}"
             )
-        # torch's function takes one key for source and destination: put the piece's in place.
+        # torch's function uses one key, `source`, for what is read and for what is filled. The
+        # piece has its own key: set it as the destination.
         reads = [
             dataclasses.replace(read, dest_index=MetadataIndex(shard.key, piece.offsets))
             for piece in shard.pieces
@@ -239,19 +245,22 @@ def _by_index(shards: Mapping[str, Shard]) -> dict[MetadataIndex, Piece]:
 
 
 def _chunk(piece: Piece, first: int = 0) -> ChunkStorageMetadata:
-    """Return a piece's box as torch describes it, in the saved tensor.
+    """Return torch's description of a piece's box, by its place in the saved tensor.
 
-    `first` is the row of the saved tensor at which the piece's global tensor begins.
+    `first` is the index on dim 0 of the saved tensor at which the piece's global tensor begins.
     """
     row, *others = piece.offsets
     return ChunkStorageMetadata(torch.Size((row + first, *others)), torch.Size(piece.sizes))
 
 
 def _write_item(shard: Shard, piece: Piece) -> WriteItem:
-    """Return torch's write item for a piece that this rank has, and may be chosen to write."""
+    """Return the write item by which this rank offers to write a piece.
+
+    Other ranks may offer the same piece; `BoxSavePlanner` chooses one of them.
+    """
     return WriteItem(
         index=MetadataIndex(shard.key, piece.offsets),
-        type=WriteItemType.SHARD,  # a chunk of a tensor, whose data `resolve_data` returns
+        type=WriteItemType.SHARD,  # torch then asks `resolve_data` for the data
         tensor_data=TensorWriteData(
             chunk=_chunk(piece),
             properties=TensorProperties(dtype=shard.dtype),

@@ -171,8 +171,9 @@ class Checkpointer:
         shards: dict[str, Shard] = {}
 
         def collect() -> None:
-            # Raises for a value that is not plain, or without memory for copies: `attempt` then
-            # ends the save on all ranks, before any enters torch's collective `save`.
+            # This raises if a value is not plain, or if memory for the copies is lacking. `attempt`
+            # then ends the save on all ranks, which would otherwise wait for this rank in torch's
+            # collective `save`.
             mine = Shard.whole(local_key(self._channel.rank), to_tensor(dict(local or {})))
             found = {**saved_shards(state), mine.key: mine}
             to_json(dict(shared or {}))
@@ -195,7 +196,10 @@ class Checkpointer:
             self._write(manifest, shards)
 
     def wait(self) -> None:
-        """Wait for the save in flight, and raise its error if it failed; a second call does not."""
+        """Wait for the save in flight, and raise its error if it failed.
+
+        The error is raised once: a second call returns without it.
+        """
         flight, self._flight = self._flight, None
         if flight is not None:
             flight.join()
@@ -307,10 +311,10 @@ class Checkpointer:
     ) -> Resumed:
         """Load a checkpoint of any layout into the parameters and optimizer of `state`.
 
-        With `weights_only`, only weights and master weights are loaded. If some weights now have
-        another update rule, their optimizer states begin at zero, with a warning. Raises ValueError
-        on all ranks if the saved optimizer states are of another rule, and CheckpointError on all
-        ranks if the checkpoint is of another model or cannot be read.
+        With `weights_only`, only weights and master weights are loaded. If another update rule of
+        the same optimizer trained some weights, their optimizer states begin at zero, with a
+        warning. Raises ValueError on all ranks if another optimizer saved the states, and
+        CheckpointError on all ranks if the checkpoint is of another model or cannot be read.
         """
         what = f"loading {info.path}"
         manifest, optimizer = info.manifest, state.optimizer
@@ -324,12 +328,15 @@ class Checkpointer:
         # Three attempts: prepare, read, decode. If one rank cannot prepare, none enters torch's
         # collective `load`, which would wait for that rank.
         def prepare() -> str | None:
-            # Return an error that the user can correct, which becomes a ValueError on all ranks;
-            # an exception would become a CheckpointError.
+            # Returns the text of an error that the user can correct, which the caller raises as a
+            # ValueError on all ranks. `attempt` would turn an exception into a CheckpointError.
             nonlocal local
             metadata = read_metadata(info.path, manifest.files)
             if optimizer is not None and manifest.num_updates < 0 and not weights_only:
-                raise CheckpointError("it was saved without an optimizer")
+                raise CheckpointError(
+                    "it was saved without an optimizer: load only its weights, by"
+                    " checkpoint.initial_load_path with checkpoint.initial_load_model_only=true"
+                )
             if not weights_only and (odd := other_rule(state, metadata)) is not None:
                 return odd
             targets = targets_for(state, metadata, weights_only=weights_only)
@@ -368,7 +375,8 @@ class Checkpointer:
                     piece.data.zero_()
         if anew and self._first:
             logger.warning(
-                "%s has optimizer states of another update rule for %s: theirs begin at zero",
+                "%s was saved when another update rule trained %s: the weights are loaded, and the"
+                " optimizer states of these parameters begin at zero",
                 info.path,
                 ", ".join(anew),
             )
@@ -409,7 +417,7 @@ class _Staging:
                 copies = [zeros(x.numel(), x.dtype, x.device).view(x.shape) for x in data]
                 self._copies[key] = copies
             for target, x in zip(copies, data, strict=True):
-                target.copy_(x, non_blocking=True)  # all copies are in flight together
+                target.copy_(x, non_blocking=True)  # do not wait for each copy
                 devices.add(x.device)
             copied[key] = shard.with_data(copies)
         for device in devices:  # one wait for all copies, after the last has been queued

@@ -208,9 +208,10 @@ def candidates_in(
 ) -> Candidates:
     """Return the checkpoint of `load_step` as the candidate, or all of `folder`, newest first.
 
-    Call it on one rank. `launch` is the time of the launch, if its ranks were restarted: then the
-    checkpoints that this launch has saved come before that of `load_step`, since the run had gone
-    back to it before. Raises ValueError if there is no checkpoint of `load_step`.
+    Call it on one rank. `launch` is given if torchrun has restarted the ranks: the time of their
+    launch. The launch has then already gone back to `load_step`, so the checkpoints that it has
+    saved since come first, and that of `load_step` after them. Raises ValueError if there is no
+    checkpoint of `load_step`.
     """
     folder.restore()
     steps, reason = folder.steps(), "the newest good one"
@@ -265,10 +266,11 @@ def newest_at(path: Path) -> CheckpointInfo:
 
 
 def choose(find: Callable[[], Candidates], channel: Channel) -> CheckpointInfo | None:
-    """Return the first undamaged candidate of those that `find` returns on rank 0; None without.
+    """Return the first undamaged candidate of those that `find` returns on rank 0.
 
-    A collective. It verifies every byte; each rank reads a share of the files. Raises
-    CheckpointError if `find` raises, or all candidates are damaged.
+    Returns None if `find` returns no candidates. A collective, which verifies every byte; each rank
+    reads a part of the files. Raises CheckpointError if `find` raises, or all candidates are
+    damaged.
     """
 
     def verified(path: Path) -> Manifest:
@@ -333,7 +335,7 @@ def checkpoints_at(path: Path) -> list[Path]:
     for folder in (CheckpointFolder(path), CheckpointFolder(path / CHECKPOINT_FOLDER)):
         if found := [folder.published(step) for step in folder.steps()]:
             return found
-    if CheckpointFolder.names(path):  # without a manifest: the caller reports it as damaged
+    if CheckpointFolder.names(path):  # it has no manifest: the caller reports it as damaged
         return [path]
     raise ValueError(
         f"{path} is not a checkpoint and contains none: it {describe_contents(path)}; name a run"
@@ -368,8 +370,9 @@ def folder_lock(folder: Path, name: str = _LOCK, *, waits_for: str = "") -> Iter
     """Context that locks the file `name` in `folder`, so that no other run uses the folder.
 
     The lock ends with the context or with the process. If another run holds it, raises ValueError
-    with the name of its process. With `waits_for`, a description of what the holder is, it logs
-    that and waits instead. On a file system without locks, nothing is locked.
+    with the name of its process. If `waits_for` is given (what the other run is doing, in words),
+    it logs these words and waits for the lock instead of raising. On a file system without locks,
+    nothing is locked.
     """
     try:
         descriptor = open_to_write(folder / name, os.O_RDWR | os.O_CREAT)
@@ -401,7 +404,7 @@ def check_unlocked(folder: Path) -> None:
         file = open_regular(folder / _LOCK, follow=False)
     except FileNotFoundError:
         return
-    with file:  # a shared lock, so that two starts that check at once do not refuse each other
+    with file:  # Take a shared lock: two starts that check at once must not refuse each other.
         _lock(file.fileno(), folder, fcntl.LOCK_SH | fcntl.LOCK_NB)
 
 

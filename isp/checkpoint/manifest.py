@@ -95,7 +95,7 @@ class Manifest(BaseModel):
 
     model_config = _STRICT
 
-    step: Annotated[int, Field(ge=0, le=_INT32)]  # as training.steps
+    step: Annotated[int, Field(ge=0, le=_INT32)]  # training.steps has the same limit
     """Number of steps done when the checkpoint was saved."""
     tokens: Count
     """Number of tokens in these steps, over all ranks."""
@@ -175,7 +175,10 @@ class Manifest(BaseModel):
             raise Damaged(f"{MANIFEST} has invalid content: {error}") from None
         version = content.pop("format", None) if isinstance(content, dict) else None
         if version != _FORMAT:
-            raise Damaged(f"{MANIFEST} has format {version}, this version reads {_FORMAT}")
+            raise Damaged(
+                f"{MANIFEST} has format {version}, and this version of ISP reads only {_FORMAT}:"
+                " read it with the version that saved it"
+            )
         try:
             return cls.model_validate(content)
         except ValidationError as error:

@@ -109,14 +109,17 @@ def _dict(pairs: list[Any]) -> dict[Any, Any]:
     """Return the dict of `pairs`; raise ValueError if they are not pairs of keys and values."""
     try:
         return dict(pairs)
-    except TypeError:  # not pairs, or keys that cannot be hashed
+    except TypeError:  # an item is not a pair, or a key cannot be hashed
         raise ValueError("$items has no pairs from which a dict can be made") from None
 
 
 def _tensor(name: str, shape: list[Any], data: bytes) -> Tensor:
-    """Return the tensor of dtype `name` that has the bytes `data`; raise ValueError if none has."""
+    """Return the tensor of dtype `name` and of `shape` that consists of the bytes `data`.
+
+    Raises ValueError if the dtype does not exist, or `data` has too many or too few bytes.
+    """
     dtype: Any = vars(torch).get(name)
     try:
         return torch.tensor(list(data), dtype=torch.uint8).view(dtype).view(shape)
-    except (TypeError, RuntimeError):  # unknown dtype, or a shape of another size
+    except (TypeError, RuntimeError):  # the dtype is unknown, or the shape needs other bytes
         raise ValueError(f"{name} {shape} is not a tensor of {len(data)} bytes") from None

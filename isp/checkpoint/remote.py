@@ -86,8 +86,9 @@ class RemoteCheckpoints:
             folder.begin(step)
             for path in self._system.ls(self._at(step), detail=False):
                 copy = folder.temporary(step) / path.rsplit("/", 1)[-1]
-                # A missing file is left out: the check below then finds the checkpoint damaged.
-                # Errors of the network or of credentials say nothing about the checkpoint: raise.
+                # Skip a file that is missing: the check below then finds the checkpoint damaged.
+                # Do not catch errors of the network or of credentials, which do not mean that the
+                # checkpoint is damaged.
                 with suppress(FileNotFoundError, IsADirectoryError):
                     self._system.get_file(path, str(copy))
             # Verify before publishing: once `folder` has a checkpoint, even a damaged one, no later
@@ -158,7 +159,8 @@ class Uploads:
             before.join()
         if folder != self._next:
             logger.warning(
-                "%s is not copied to %s: a newer one is, as the copy before took too long",
+                "%s is not copied to %s: a newer checkpoint was saved while an earlier one was"
+                " copied, and only the newest is copied next",
                 folder,
                 self._url,
             )
@@ -168,7 +170,7 @@ class Uploads:
             remote = RemoteCheckpoints(self._url)
             if not (only_missing and remote.has(folder)):
                 remote.upload(folder, keep=self._keep)
-        except Exception as error:  # file systems and networks raise exceptions of their own
+        except Exception as error:  # each library of a file system defines its own exceptions
             why = first_line(error)
             where = f"checkpoint.upload_to={self._url}"
             self.fault = f"{folder} could not be copied to {where} ({why})"

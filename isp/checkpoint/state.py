@@ -61,7 +61,8 @@ class TrainState:
     """The optimizer; None to save or load only the weights."""
     topology: Topology
     earlier_names: Mapping[str, RowsOf] = field(default_factory=dict)
-    """By name of a parameter: its name and rows in checkpoints of earlier versions of ISP."""
+    """For parameters that earlier versions of ISP saved under another name or inside a larger
+    tensor: that tensor's name and the rows of the parameter in it, by the present name."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,11 +85,13 @@ class Targets(NamedTuple):
     shards: dict[str, Shard]
     """Shards to fill, by key."""
     sources: dict[str, RowsOf]
-    """By key of `shards`: the saved tensor to read, and the first row to read of it."""
+    """For each key of `shards`: the saved tensor to read, and which of its rows (dim 0)."""
     required: dict[str, list[str]]
-    """By saved weight: the keys that all ranks together must load from it."""
+    """For each weight in the checkpoint: the keys of `shards` that have to be read from it, each
+    on at least one rank; otherwise the checkpoint is of another model."""
     anew: dict[str, list[Shard]]
-    """By weight: its optimizer states, to be set to zero since another update rule saved them."""
+    """Optimizer states to be set to zero, because another update rule saved those in the
+    checkpoint; by name of the weight."""
 
 
 def model_key(name: str) -> str:
@@ -134,7 +137,8 @@ def local_key(rank: int) -> str:
 def saved_shards(state: TrainState) -> dict[str, Shard]:
     """Return views of the parameters and optimizer states of this rank, by key, to be saved."""
     if state.optimizer is not None:
-        # After a step, updated rows may still be in flight from the ranks that updated them.
+        # Wait for the updated weights: after a step, the ranks that updated them may still be
+        # sending them, and the views below would have old values.
         for item in state.parameters:
             state.optimizer.published(item.parameter)
     return {shard.key: shard for _, _, shard in _shards(state)}
@@ -155,8 +159,8 @@ def saved_rows(
 def other_rule(state: TrainState, metadata: Metadata) -> str | None:
     """Return an error if a checkpoint has optimizer states of another update rule; else None."""
     there = kinds_by_name(metadata)
-    # Leave out biases in tables [E, ..]: with muon, earlier versions updated them as matrices, so
-    # their states do not show which rule the run had.
+    # Leave out the stacked biases of experts, [E, ..]: with muon, earlier versions updated them as
+    # matrices, so their states do not show which rule the run had.
     biases = {
         item.name
         for item in state.parameters
@@ -191,8 +195,8 @@ def targets_for(state: TrainState, metadata: Metadata, *, weights_only: bool = F
     rows = saved_rows([item.name for item in state.parameters], names, state.earlier_names)
     shards, sources = dict[str, Shard](), dict[str, RowsOf]()
     every, kinds = list(_shards(state, weights_only=weights_only)), kinds_by_name(metadata)
-    # First find weights that another rule updated: some states were saved, but not all that the
-    # run's rule needs.
+    # First find the weights that another update rule trained: the checkpoint has optimizer states
+    # of the weight, but lacks one that the present rule needs.
     anew: dict[str, list[Shard]] = {}
     for name, kind, _ in every:
         there = kinds.get(rows[name].name, [])
@@ -209,10 +213,12 @@ def targets_for(state: TrainState, metadata: Metadata, *, weights_only: bool = F
         source = best if other or kind == MASTER else key
         shards[shard.key], sources[shard.key] = shard, rows[name]._replace(name=source)
     if missing := sorted({found.name for found in sources.values()} - saved.keys()):
-        raise ValueError(f"the checkpoint lacks {_shortened(missing)}")
-    # A saved weight that the run lacks means another model. So each saved weight has to be loaded
-    # on some rank: under its own name, or, if it is of an earlier version, under the present names
-    # of the parameters whose rows it has.
+        raise ValueError(
+            f"the checkpoint lacks {_shortened(missing)}, so it is of another model or optimizer"
+        )
+    # Each saved weight has to be loaded on some rank: one that the run does not have means that the
+    # checkpoint is of another model. A weight is loaded under its own name. If an earlier version
+    # saved several present parameters as one weight, it is loaded under the names of all of them.
     required: dict[str, list[str]] = {}
     for name, found in saved_rows(state.earlier_names, names, state.earlier_names).items():
         required.setdefault(model_key(found.name), []).append(model_key(name))
@@ -261,8 +267,9 @@ def _shortened(names: list[str]) -> str:
 def num_elements(metadata: Metadata, key: str, *, most: int) -> int:
     """Return the number of elements of the saved uint8 tensor `key`.
 
-    Raises ValueError if the checkpoint lacks it, or if it has more elements than `most`: the caller
-    allocates as many bytes, so a damaged table must not decide.
+    Raises ValueError if the checkpoint lacks it, or if it has more elements than `most`. The caller
+    allocates that many bytes: without the limit, damaged metadata could make it allocate any
+    amount.
     """
     saved = metadata.state_dict_metadata.get(key)
     count = -1 if not isinstance(saved, TensorStorageMetadata) else math.prod(saved.size)

@@ -99,7 +99,7 @@ def read_metadata(folder: Path, files: Mapping[str, FileRecord]) -> Metadata:
         try:
             found = _MetadataUnpickler(file).load()
             fault = _fault(found, files)
-        except Exception as error:  # pickle's documentation: any exception may be raised
+        except Exception as error:  # unpickling damaged data may raise any exception
             fault = f"is not readable: {error}"
     if fault:
         raise Damaged(f"{METADATA} {fault}")
@@ -120,8 +120,9 @@ def _fault(table: Metadata, files: Mapping[str, FileRecord]) -> str:
         if info.offset + info.length > files[info.relative_path].num_bytes:
             return f"reads beyond {info.relative_path}"
     num_bytes = sum(record.num_bytes for record in files.values())
-    # Each chunk of each tensor takes its place out of `places`. If a place is missing, a chunk is
-    # stored nowhere, or twice in the table; if places are left over, no tensor has them.
+    # Remove the place in a file of each chunk of each tensor from `places`. If the place is not
+    # there, the chunk is stored nowhere, or the metadata lists it twice. Places that remain at the
+    # end belong to no tensor.
     places = dict.fromkeys(table.storage_data, 0)
     for key, tensor in table.state_dict_metadata.items():
         if not (isinstance(key, str) and isinstance(tensor, TensorStorageMetadata)):
@@ -136,9 +137,9 @@ def _fault(table: Metadata, files: Mapping[str, FileRecord]) -> str:
 
 
 def _has_all(tensor: TensorStorageMetadata) -> bool:
-    """Return True if the chunks are inside the tensor and have as many elements together.
+    """Return True if the chunks are inside the tensor and together have all its elements.
 
-    Their first corners must differ; chunks that overlap in another way are not found.
+    No two chunks may begin at the same element. Chunks that overlap in another way are not found.
     """
     whole = tuple(tensor.size)
     inside = all(
@@ -184,7 +185,7 @@ class _CheckedFileSystem(FileSystem):
 
     @contextmanager
     def create_stream(self, path: str | os.PathLike[str], mode: str) -> Generator[io.IOBase]:
-        if mode != "wb":  # reading: `Manifest.check` compares checksums
+        if mode != "wb":  # When reading, `Manifest.check` does it.
             with super().create_stream(path, mode) as stream:
                 yield stream
             return

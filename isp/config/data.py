@@ -239,7 +239,7 @@ class DataConfig:
         if self.micro_bsz * self.seq_len > _MAX_TOKENS:
             raise ValueError(
                 f"data.seq_len={self.seq_len} x data.micro_bsz={self.micro_bsz} is more than the"
-                f" {_MAX_TOKENS:,} tokens that a micro-batch can have"
+                f" {_MAX_TOKENS:,} tokens that a micro-batch can have: use smaller values"
             )
 
 

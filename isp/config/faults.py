@@ -50,7 +50,8 @@ def place(fault: str, path: KeyPath, origins: Mapping[KeyPath, str]) -> str:
     The key is the one with which `fault` begins, else `path`. If it is inside a mapping that was
     given as a whole, the place of the mapping is used.
     """
-    # Try the key in the text, then `path`; each with all its parts, then with fewer and fewer.
+    # First look up the key that the text names, then `path`. Shorten each part by part until it is
+    # in `origins`.
     named = tuple(fault.split("=")[0].split(":")[0].split("."))
     of_fault = [named[:end] for end in range(len(named), 1, -1)]
     for candidate in (*of_fault, *(path[:end] for end in range(len(path), 0, -1))):
@@ -68,7 +69,7 @@ def _describe(error: ErrorDetails, path: KeyPath, keys: KeyTable) -> list[str]:
     """Return the lines about one of pydantic's errors, which is about the key `path`."""
     key, given = ".".join(path), json.dumps(error["input"], ensure_ascii=False)
     match error["type"]:
-        case "value_error" if general(path) in keys.sections:  # raised by __post_init__
+        case "value_error" if general(path) in keys.sections:  # __post_init__ raised it
             return str(error["ctx"]["error"]).splitlines()
         case "unexpected_keyword_argument":
             if removed := REMOVED_KEYS.get(".".join(general(path))):
@@ -98,7 +99,7 @@ def _known_part(loc: tuple[int | str, ...], keys: KeyTable) -> KeyPath:
     for part in loc:
         place = general((*path, str(part)))
         is_key = place[:-1] in keys.hints and place[:-1] not in keys.sections
-        if is_key and place not in keys.sections:  # below a key that has no sections in it
+        if is_key and place not in keys.sections:  # `path` is a whole key: cut off the rest
             break
         path = (*path, str(part))
     return path

@@ -66,7 +66,7 @@ class ConfigError(ValueError):
 
 @section("")
 class LoopConfig:
-    """The configuration of `isp.parallelize`, for a model and a loop of the caller's."""
+    """The configuration of `isp.parallelize`, where the caller has its own model and loop."""
 
     model: ComputeConfig = field(default_factory=ComputeConfig)
     """How the caller's model is computed."""
@@ -87,7 +87,7 @@ class LoopConfig:
 
     @property
     def num_micro_batches(self) -> int:
-        """Return the least number of micro-batches of a call on a data rank: one a stage."""
+        """Return the least number of micro-batches of a step on a data rank: one for each stage."""
         return self.parallel.pipeline.size
 
 
@@ -102,7 +102,7 @@ class JobConfig(LoopConfig):
     data: DataConfig
     """The text, and how it is cut into batches."""
     training: TrainingConfig = field(default_factory=TrainingConfig)
-    """Length, numbers and device."""
+    """Length of the run, dtype, seed, clipping and device."""
     lr_scheduler: LRSchedulerConfig = field(default_factory=LRSchedulerConfig)
     """The learning rate over the steps."""
     validation: ValidationConfig = field(default_factory=ValidationConfig)
@@ -146,7 +146,7 @@ class JobConfig(LoopConfig):
 
     @property
     def for_loop(self) -> LoopConfig:
-        """Return the sections that a loop of the caller's uses."""
+        """Return the sections that `isp.parallelize` uses, without those of `isp train` only."""
         return LoopConfig(**{name: getattr(self, name) for name in names_of(LoopConfig)})
 
     @property
@@ -286,10 +286,11 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> JobConfig:
 
 
 def load_loop_config(path: str | Path) -> LoopConfig:
-    """Load the configuration in the YAML file at `path` for a loop of the caller's.
+    """Load the configuration for `isp.parallelize` from the YAML file at `path`.
 
-    Sections and keys that only `JobConfig` has are dropped unchecked, so the file may also be one
-    for `isp train` and another model. Raises ConfigError with all faults of the file.
+    Keys that only `isp train` has are ignored and not checked, so a file for `isp train` can be
+    used too, even if the model that it names is not the caller's. Raises ConfigError with all
+    faults of the file.
     """
     return _load(LoopConfig, path, ())
 
@@ -300,8 +301,8 @@ def _load(kind: type[C], path: str | Path, overrides: Sequence[str]) -> C:
     try:
         file = read_yaml(path)
         origins: dict[KeyPath, str] = {key: f"line {line}" for key, line in file.lines.items()}
-        # A run's saved configuration describes the run: keys added since get what the run did, not
-        # today's defaults.
+        # A config.yaml in a run's folder describes what that run did. A key that was added later
+        # gets the value that matches the run's behavior, which may not be the present default.
         is_kept = (Path(path).parent / ENVIRONMENT_FILE).is_file()
         if is_kept:
             _check_resumable(path, file.values)
@@ -394,7 +395,10 @@ def json_schema() -> dict[str, Any]:
 
 
 def _only(keys: KeyTable, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `values` without keys and sections that a `JobConfig` has and `keys` lack."""
+    """Return `values` without the keys and sections of `JobConfig` that are not in `keys`.
+
+    Keys that are in neither stay, so that validation reports them.
+    """
     more = KeyTable.of(JobConfig)
     dropped = {*more.hints, *more.sections} - {*keys.hints, *keys.sections}
     return {
@@ -407,7 +411,10 @@ def _only(keys: KeyTable, values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _fill_model(values: dict[str, Any], origins: dict[KeyPath, str]) -> list[str]:
-    """Fill in the values of `model.hf` or `model.preset` under the given ones; return faults."""
+    """Add to `values`, in place, the sizes that `model.hf` or `model.preset` stands for.
+
+    Returns lines about what is wrong with the folder or preset; empty if nothing is.
+    """
     model = values.get("model")
     if not isinstance(model, dict):
         return []
@@ -429,7 +436,8 @@ def _validate(
     """Return the configuration made from `values`, or a list of their faults."""
     text = json.dumps(_with_whole(values, (), keys), default=str)  # YAML dates become text
     try:
-        # JSON, because its strict mode takes "isp" for an enum, but not true for 1.
+        # Validate JSON text, not Python values: in strict mode pydantic then accepts "isp" for an
+        # enum, and still refuses true for the number 1.
         return TypeAdapter(kind).validate_json(text, strict=True)
     except ValidationError as error:
         return describe_faults(error.errors(), origins, keys)
@@ -489,7 +497,7 @@ def _fill_empty_sections(values: dict[str, Any], path: KeyPath, keys: KeyTable) 
     """Replace the null of an empty `section:` by a section without keys, in place."""
     for name in values:
         below = (*path, name)
-        if below in keys.sections and below not in keys.hints:  # keys in both may really be null
+        if below in keys.sections and below not in keys.hints:  # not a key that may be null
             values[name] = {} if values[name] is None else values[name]
             if isinstance(values[name], dict):
                 _fill_empty_sections(values[name], below, keys)

@@ -55,7 +55,7 @@ class KeyTable:
     """Dataclass of each section."""
 
     def role(self, path: KeyPath) -> KeyRole | None:
-        """Return the role of a key; None if there is no such key."""
+        """Return what a key decides (`KeyRole`: model, data, method or place); None if unknown."""
         path = general(path)
         return role_of(self.classes[path[:-1]], path[-1]) if path in self.hints else None
 
@@ -66,7 +66,7 @@ class KeyTable:
         hints: dict[KeyPath, Any] = {}
         defaults: dict[KeyPath, Any] = {}
         pending: list[tuple[KeyPath, type]] = [((), root)]
-        for path, section in pending:  # grows while it is iterated, by the sections found
+        for path, section in pending:  # The loop appends the sections that it finds.
             types_by_name = typing.get_type_hints(section)
             sections[path] = names_of(section)
             made = {f.name: f.default for f in fields(section)}
@@ -79,10 +79,10 @@ class KeyTable:
         return cls(sections=sections, hints=hints, defaults=defaults, classes=dict(pending))
 
     def upgraded(self, kept: Mapping[str, Any]) -> dict[str, Any]:
-        """Return a configuration saved by an earlier version in the form of this one.
+        """Return the configuration `kept`, saved by an earlier version, with this version's keys.
 
-        Keys added since get the values that correspond to the run's behavior (`Absent`). Removed
-        keys without effect are dropped.
+        A key that was added later gets the value that matches the run's behavior (`Absent`). Keys
+        that were removed, and had no effect, are dropped.
         """
         filled = copy.deepcopy(dict(kept))
         without_removed(filled)
@@ -170,7 +170,7 @@ class KeyTable:
         section = self.classes[path]
         lines = [inspect.cleandoc(section.__doc__ or "")]
         for name, meaning in docs_of(section).items():
-            if (*path, name) not in self.hints:  # a section of its own
+            if (*path, name) not in self.hints:  # it is a section, and listed separately
                 continue
             default = self.defaults[*path, name]
             shown = default if isinstance(default, str) else json.dumps(default, default=str)

@@ -19,7 +19,9 @@ class RemovedKey(NamedTuple):
 
 REMOVED_KEYS: Mapping[str, RemovedKey] = {
     "model.init_from": RemovedKey(
-        ignored=None,  # the sizes that it found are kept, and the weights are in checkpoints
+        # Ignore it in a saved configuration: the saved keys have the model's sizes, and the
+        # checkpoints have its weights.
+        ignored=None,
         instead="use model.hf=FOLDER, with model.hf_overrides for RoPE scaling and other keys of"
         " its config.json (InternLM2: rewrite the folder by tools/internlm2_to_llama.py first)",
     ),

@@ -63,7 +63,7 @@ def _folder_name(name: str) -> str:
 def _inner_folder(folder: str) -> str:
     path = PurePath(folder)
     if not path.parts or path.is_absolute() or ".." in path.parts:
-        raise ValueError("must name a folder in that of the run, such as tb")
+        raise ValueError("must be a relative path, such as tb, to a folder inside the run's folder")
     return folder
 
 
@@ -218,7 +218,8 @@ class MetricsConfig:
     and no mfu on others."""
 
     loss_spike_deviations: NotNegative = 6.0
-    """Warn if a loss is this many deviations above the median of the last 100 steps; 0: never."""
+    """Warn if a loss is this many deviations (median absolute deviation, scaled to a standard
+    deviation) above the median of the last 100 steps; 0: never."""
     slow_rank_factor: NotNegative = 1.5
     """Warn if a rank computes this many times as long as the others; 0: never."""
     slow_rank_steps: Count = 10
@@ -277,7 +278,8 @@ class CheckpointConfig:
     """Checkpoint, folder of checkpoints or run folder, of any layout, that a run without
     checkpoints starts from; null: random weights.  Names: torchtitan."""
     initial_load_model_only: bool = True
-    """Load only the weights from it and start at step 0; false: resume with the whole state."""
+    """Load only the weights from `initial_load_path` and start at step 0; false: load the whole
+    state, and go on after its step."""
     last_save_retry_seconds: CountOrZero = 600
     """Time to retry the last save of a run if it fails, for example on a full disk; 0: no
     retries."""

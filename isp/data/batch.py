@@ -75,7 +75,7 @@ def held_out_micro_batches(
         rows = range(first + data_rank * micro_bsz, first + (data_rank + 1) * micro_bsz)
         samples = [dataset.sample(row if row < count else 0) for row in rows]
         for row, sample in zip(rows, samples, strict=True):
-            if row >= count:  # a filler: sample 0 again, but no label counts
+            if row >= count:  # It fills the micro-batch up: sample 0, without its labels.
                 sample.labels.fill(IGNORE_INDEX)
         yield stacked(samples, pack=dataset.pack)
 

@@ -69,11 +69,11 @@ class ChatTemplate:
         self._tokenizer, self._train_on = tokenizer, train_on
         self._fast = _load(tokenizer.file)
         self._given = None if path is None else _read(Path(path).expanduser())
-        # At these names a generation prompt may begin to differ from a message: see
-        # `_Conversation.names`.
+        # After one of these tokens, the text of an assistant's message may differ from the
+        # generation prompt: see `_Conversation.names`.
         names = {"<think>", *tokenizer.added_tokens()}
         self._names = re.compile("|".join(map(re.escape, sorted(names))))
-        self._template(None)  # only to raise here if there is none
+        self._template(None)  # Raise now if there is no template, not at the first row.
 
     def example(
         self, messages: Messages, where: str, *, tools: Tools = None, variables: Variables = None
@@ -156,8 +156,9 @@ class ChatTemplate:
             tokens, labels = self.example(talk, "")
         except ValueError:
             return None
-        # Find the run of special tokens right after the message, and return its last token. Walk
-        # from the end; `begins` is True where the next special token is the last of its run.
+        # The message may be followed by groups of special tokens, with white space between groups:
+        # return the last token of the first group. Walk back from the end of the text; `begins` is
+        # True where the next special token is the last of its group.
         found: int | None = None
         begins = True
         special = {self._tokenizer.token_id(name) for name in self._tokenizer.special_tokens()}
@@ -166,7 +167,7 @@ class ChatTemplate:
                 found, begins = token if begins else found, False
             elif self._tokenizer.decode(np.array([token])).strip():
                 break
-            else:  # white space
+            else:  # the token is white space
                 begins = True
         return found
 
@@ -220,9 +221,10 @@ class ChatTemplate:
 def _written(chat: _Conversation, given: Sequence[Mapping[str, Any]]) -> _Conversation:
     """Return `chat`, after a check that the template writes its system messages and tool calls.
 
-    `given`: the messages, but with arguments of tool calls as text if they were text. If the
-    template fails, these are tried: DeepSeek's concatenates arguments with `+`, which fails for
-    objects. Raises ValueError if the template leaves out a system message or a tool call.
+    `given`: the messages as in the data, where arguments of tool calls may be JSON text. In `chat`
+    they are objects. If the template fails with objects, `given` is rendered instead: DeepSeek's
+    template joins arguments with `+`, which fails for objects. Raises ValueError if the template
+    leaves out a system message or a tool call.
     """
     if not any("tool_calls" in m or m["role"] == "system" for m in chat.messages):
         return chat
@@ -236,8 +238,9 @@ def _written(chat: _Conversation, given: Sequence[Mapping[str, Any]]) -> _Conver
             raise failure from None
     lost = _lost(chat, text, _with_name)
     if any("tool call" in what for what in lost):
-        # Some templates (Kimi K2's) write the id of a call and not its name: mark ids and
-        # arguments, too. If the template fails with these, keep the result of the first attempt.
+        # Some templates (Kimi K2's) write the id of a tool call and not its name. So a call counts
+        # as lost only if its id and arguments are not written either. If the template fails with
+        # the replaced values, the result for names stands.
         with suppress(TemplateFailure):
             found = _lost(chat, text, _with_id_and_arguments)
             lost = [what for what in lost if what in found]
@@ -254,9 +257,10 @@ def _lost(
 ) -> list[str]:
     """Return the system messages and tool calls that the template leaves out, as texts for errors.
 
-    The conversation is rendered with marks: the content of a system message is replaced by one, a
-    call gets one by `with_mark`. The template writes those whose mark is in the text. A search for
-    names or ids of calls would not show it: they are also in the list of tools and in results.
+    Each is given a unique word (a mark) before the conversation is rendered: the content of a
+    system message is replaced by it, and `with_mark` puts it into a tool call. What is left out is
+    what has a mark that is not in the rendered text. A search for the names or ids of calls would
+    not show it, since these are also in the list of tools and in the results of calls.
     """
     marked, marks = list[Mapping[str, Any]](), dict[str, str]()
     for number, message in enumerate(chat.messages, start=1):
@@ -276,16 +280,17 @@ def _lost(
 
 
 def _with_name(call: dict[str, Any], mark: str) -> dict[str, Any]:
-    """Return a copy of a tool call in which `mark` is the name of the function."""
+    """Return a copy of a tool call with the unique word `mark` as the name of its function."""
     if "function" in call:
         return {**call, "function": {**call["function"], "name": mark}}
     return {**call, "name": mark}
 
 
 def _with_id_and_arguments(call: dict[str, Any], mark: str) -> dict[str, Any]:
-    """Return a copy of a tool call in which `mark` is the id and one of the arguments.
+    """Return a copy of a tool call with the unique word `mark` as its id and in its arguments.
 
-    Arguments stay in the form they have: an object, or JSON text.
+    All text arguments become `mark`, and an argument of that name is added. Arguments that were
+    JSON text stay JSON text, and an object stays an object.
     """
     if isinstance(function := call.get("function"), dict):
         call = {**call, "function": _with_id_and_arguments(function, mark)}
@@ -369,21 +374,24 @@ def _read(path: Path) -> str:
 
 
 def _before_reasoning(prompt: str) -> str:
-    """Return the part of a generation prompt before `<think>`, with which a turn may begin."""
+    """Return the part of a generation prompt that is not trained: all text before `<think>`.
+
+    `<think>` itself belongs to the assistant's turn.
+    """
     return prompt.partition("<think>")[0]
 
 
 def _none_of(prompt: str) -> str:
-    """Return "": all of the generation prompt belongs to the turn."""
+    """Return "", the part of a generation prompt that is not trained: all of it is trained."""
     return ""
 
 
 _HEADERS: Mapping[str, Callable[[str], str]] = {
-    "55b2f4a2": str.rstrip,  # Qwen2.5: the line feed at its end belongs to the turn
-    "563b1ce7": _none_of,  # DeepSeek V3
-    "56a1447a": _none_of,  # DeepSeek R1, distilled
-    "6cd0e94d": _none_of,  # Muse Glimmer
-    "a4c9919c": _none_of,  # gpt-oss
+    "55b2f4a2": str.rstrip,  # of Qwen2.5: the prompt's last line feed is trained
+    "563b1ce7": _none_of,  # template of DeepSeek V3
+    "56a1447a": _none_of,  # template of DeepSeek R1, distilled
+    "6cd0e94d": _none_of,  # template of Muse Glimmer
+    "a4c9919c": _none_of,  # template of gpt-oss
 }
 """Templates for which not `_before_reasoning`, but another function decides where a turn begins.
 
@@ -415,9 +423,15 @@ class _Places(NamedTuple):
 
     @classmethod
     def of(cls, rendered: Rendered) -> _Places:
-        """Return the spans of messages and blocks, by the marks of a rendering [Note: Marks]."""
-        # Walk through the marks. `owner` is the message that has the text from `begin` on; `loops`
-        # has the owners outside of the loops that are open; `last` is the end of the last message.
+        """Return the spans of messages and generation blocks in a rendered conversation.
+
+        They are found by the marks that the rendering has written: where loops over messages, their
+        messages and generation blocks begin and end. See [Note: Marks] in
+        docs/design/notes/data.md.
+        """
+        # Walk through the marks. `owner` is the message that wrote the text from `begin` on.
+        # `loops`: for each open loop, the message that wrote the text before it. `last` is the end
+        # of the last message.
         text, messages, blocks = rendered.text, dict[int, list[_Span]](), list[_Span]()
         loops, owner, begin, last, opened = list[int | None](), None, 0, 0, list[int]()
         for place, mark in rendered.marks:
@@ -429,7 +443,7 @@ class _Places(NamedTuple):
                 continue
             if owner is not None and text[begin:place].strip():
                 spans = messages.setdefault(owner, [])
-                if spans and spans[-1][1] == begin:  # no gap: extend the span before
+                if spans and spans[-1][1] == begin:  # Without a gap, extend the span before.
                     begin = spans.pop()[0]
                 spans.append((begin, place))
                 last = place
@@ -455,21 +469,27 @@ class _Conversation(NamedTuple):
     """True if only the last message of the assistant is trained."""
 
     def spans(self) -> tuple[str, list[_Span], list[_Span]]:
-        """Return the text, the spans that the assistant writes, and spans in these without loss.
+        """Return the text, the spans that are trained, and spans inside these that are not.
 
-        Raises _TurnNotFound if it cannot be found where a message is.
+        Trained are the assistant's turns or, if the template has them, generation blocks; not
+        trained are messages with weight 0, and all but the last if `last_only`. Raises
+        _TurnNotFound if it cannot be found where a message is.
         """
         text, marked = self.render().text, self.render(marks=True)
         places = _Places.of(marked)
         if marked.text != text:
-            raise _TurnNotFound("the chat template changes what its loops and blocks write")
+            raise _TurnNotFound(
+                "the messages cannot be found in the rendered conversation, because the chat"
+                " template changes the text that its loops and generation blocks have written"
+            )
         turns = [i for i, message in enumerate(self.messages) if message["role"] == "assistant"]
         others = turns[:-1] if self.last_only else []
         left_out = [i for i in turns if i in others or self.messages[i].get("weight") == 0]
         is_marked = _GENERATION.search(_COMMENT.sub("", self.template)) is not None
-        # Which messages have to be found? With generation blocks only turns without loss. Else all
-        # messages from the first turn on: the text of one that is not found would count as part of
-        # a turn. Messages before the first turn, such as a system message, cannot be in one.
+        # `expected`: messages whose place has to be found. If generation blocks show what is
+        # trained, only the assistant's messages to be left out of the loss. Else all messages from
+        # the assistant's first on: the text of a message that is not found would count as part of
+        # the assistant's message before it.
         expected = left_out if is_marked else range(turns[0] if turns else 0, len(self.messages))
         for i in expected:
             parts = places.messages.get(i, [])
@@ -505,20 +525,21 @@ class _Conversation(NamedTuple):
         return start, end + max(map(len, ends), default=0)
 
     def _length_of_prompt(self, turn: int, written: str) -> int:
-        """Return how many characters at the begin of a message are of the generation prompt.
+        """Return with how many characters of the generation prompt a message begins.
 
-        `written` is the text of message `turn`. Raises _TurnNotFound if it does not begin as the
-        generation prompt does.
+        `written` is the rendered text of message `turn`, the assistant's. Raises _TurnNotFound if
+        it does not begin with the generation prompt.
         """
         first = self.variables.get("bos_token", "")
         begin = len(written) - len(written.removeprefix(first).lstrip())
         refused = TemplateFailure("")
-        # Try the generation prompt after the messages before this turn. If the template refuses
-        # these alone, or the message begins otherwise, try the prompt after all messages.
+        # Try the generation prompt that follows the messages before this turn. If the template
+        # refuses to render only these messages, or the turn does not begin with that prompt, try
+        # the prompt that follows all messages.
         for stop in (turn, len(self.messages)):
             try:
                 prompt = self._prompt(stop).removeprefix(first).lstrip()
-            except TemplateFailure as error:  # some want a user's message before a prompt
+            except TemplateFailure as error:  # Some templates require a user's message before it.
                 refused = error
                 continue
             cuts = {len(prompt), *(m.start() for m in self.names.finditer(prompt))} - {0}
@@ -527,8 +548,8 @@ class _Conversation(NamedTuple):
                 return begin + max(found) if found else 0
         reason = str(refused) and f" ({refused})"
         raise _TurnNotFound(
-            f"message {turn + 1}: the chat template does not begin it as the generation prompt"
-            f" does{reason}"
+            f"message {turn + 1}: the chat template renders it with a beginning that is not its"
+            f" generation prompt, so it cannot be found where the answer begins{reason}"
         )
 
     def _prompt(self, stop: int) -> str:
@@ -537,13 +558,17 @@ class _Conversation(NamedTuple):
         asked = self.render(stop, marks=True, add_generation_prompt=True)
         if asked.text.startswith(text):
             return asked.text[len(text) :]
-        # The template renders messages otherwise if a prompt follows: return what is after them.
+        # With a generation prompt, this template also renders the messages themselves in another
+        # way, so `text` is not a prefix: return what follows the last message.
         return _Places.of(asked).tail
 
     def render(
         self, stop: int | None = None, *, marks: bool = False, add_generation_prompt: bool = False
     ) -> Rendered:
-        """Return the first `stop` messages, or all, as text; with their places if `marks`."""
+        """Return the first `stop` messages, or all, as text.
+
+        If `marks`, the result also has the marks that show where messages are in the text.
+        """
         variables = {**self.variables, "add_generation_prompt": add_generation_prompt}
         messages = [{k: m[k] for k in m if k != "weight"} for m in self.messages[:stop]]
         return render(self.template, messages, variables=variables, marks=marks)

@@ -134,7 +134,7 @@ class PackedDataset:
         # Read one token more: the label of the sample's last token. At the end of the stream, with
         # `pack`, there may be none.
         pieces = self._read(epoch, start, min(start + self.seq_len + 1, self.num_tokens))
-        stream = np.concatenate(pieces, dtype=np.int64)  # [S + 1], or [S] at the very end
+        stream = np.concatenate(pieces, dtype=np.int64)  # [S + 1], or [S] at the stream's end
         ends = np.cumsum([len(piece) for piece in pieces])
         return cut(stream, ends, self.seq_len, self.pack)
 
@@ -145,7 +145,7 @@ class PackedDataset:
         place = int(np.searchsorted(epoch.ends, start, side="right"))
         while start < stop:
             document, end = int(epoch.documents[place]), int(epoch.ends[place])
-            offset = end - int(self._store.lengths[document])  # begin of the document in the stream
+            offset = end - int(self._store.lengths[document])  # where the document begins
             piece = self._store.read(document, start - offset, min(stop, end) - offset)
             check_ids(
                 piece,
@@ -220,7 +220,7 @@ def shuffled(index: int, size: int, key: int) -> int:
     power of 4; a result outside of range(size) is permuted again until it is inside (cycle
     walking). Source: Black and Rogaway 2002, "Ciphers with arbitrary finite domains".
     """
-    half = max(1, -(-(size - 1).bit_length() // 2))  # bits of each of the two halves
+    half = max(1, -(-(size - 1).bit_length() // 2))  # number of bits in each half of an index
     mask = (1 << half) - 1
     while True:  # this ends: repeated, a permutation comes back to `index`, which is inside
         left, right = index >> half, index & mask

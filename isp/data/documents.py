@@ -318,7 +318,9 @@ def _read_csv(path: Path, separator: str) -> Iterator[JsonLine]:
             for number, row in enumerate(rows, start=1):
                 where = f"{path}, row {number}"
                 if None in row or None in row.values():
-                    raise ValueError(f"{where} has more or fewer cells than the first row")
+                    raise ValueError(
+                        f"{where} has more or fewer cells than the first row: correct or remove it"
+                    )
                 yield JsonLine(row, where, sum(map(len, row.values())))
         except csv.Error as error:
             raise ValueError(f"{path}, row {number + 1} is not CSV: {error}") from None
@@ -344,7 +346,7 @@ def _opened(path: Path) -> Iterator[IO[bytes]]:
         raise ValueError(f"{path} is not UTF-8 text ({error.reason}): convert it") from None
     except ValueError:
         raise
-    except Exception as error:  # each decompressor raises exceptions of its own
+    except Exception as error:  # each decompressor defines its own exceptions
         raise ValueError(f"{path} cannot be read: {error}") from None
 
 
@@ -366,11 +368,13 @@ def _decompressed(path: Path) -> Any:
 
 
 def _json_line(record: dict[str, Any], where: str, num_bytes: int) -> JsonLine:
-    """Return a `JsonLine` without keys that are null, at any depth.
+    """Return a `JsonLine` without keys whose value is null, at any depth.
 
-    Tables have every key in every row, and so has JSON that `datasets` writes: null is none.
+    In tables, and in JSON that `datasets` writes, every row has every key, and null in place of a
+    value that the row lacks. So null means that there is no such key.
     """
-    # Name these keys in `where`: else an error would call a key missing that is in the file.
+    # List the null keys in `where`, which begins each error about the row: an error such as "has no
+    # key 'text'" would otherwise look wrong to a user who sees the key in the file.
     null = ", ".join(key for key, value in record.items() if value is None)
     where += f" (null: {null})" if null else ""
     try:
@@ -422,7 +426,7 @@ def _text_of_line(record: dict[str, Any], text_key: str, where: str) -> str:
         )
     try:
         text.encode("utf-8")
-    except UnicodeEncodeError as error:  # half of a surrogate pair, which JSON can escape
+    except UnicodeEncodeError as error:  # JSON can escape half of a surrogate pair
         raise ValueError(f"{where} holds text that is not Unicode: {error.reason}") from None
     return text
 
@@ -446,7 +450,7 @@ def _saved_files(folder: Path) -> list[Path] | None:
             raise ValueError(f"cannot be read: {error}") from None
         return None
     if not isinstance(entries := state.get("_data_files"), list):
-        return None  # the state.json of another program
+        return None  # another program has written this state.json
     if state.get("_indices_data_files"):
         raise ValueError("holds a selection of its rows: save it after flatten_indices()")
     files = []
@@ -477,12 +481,12 @@ def _read_table(path: Path) -> Iterator[tuple[dict[str, Any], int]]:
             num_bytes = batch.nbytes // max(1, batch.num_rows)
             names, columns = batch.schema.names, []
             for name, values in zip(names, batch.columns, strict=True):
-                column = f", column {name!r},"  # for the error below
+                column = f", column {name!r},"  # The error below names this column.
                 columns.append(values.to_pylist())
             column = ""
             for row in zip(*columns, strict=True):
                 yield dict(zip(names, row, strict=True)), num_bytes
-    except Exception as error:  # of any type, also for values such as dates after year 9999
+    except Exception as error:  # such as OverflowError for a date after year 9999
         raise ValueError(f"{path}{column} cannot be read: {error}") from error
 
 
@@ -498,7 +502,7 @@ def _batches(path: Path) -> Iterator[Any]:
     with pa.memory_map(str(path)) as source:
         try:
             reader = pa.ipc.open_file(source)
-        except pa.ArrowInvalid:  # not Arrow's file format: its stream format, as of `datasets`
+        except pa.ArrowInvalid:  # `datasets` writes Arrow's stream format, not its file format.
             source.seek(0)
             yield from pa.ipc.open_stream(source)
         else:
@@ -524,7 +528,7 @@ def _local(item: str, key: str) -> list[str]:
     require(f"{key}={item}", "datasets" if hub else "fsspec", extra="data")
     try:
         return _of_hub(hub[1], hub[2] or "train") if hub else _copied(item)
-    except Exception as error:  # file systems and networks raise exceptions of their own
+    except Exception as error:  # each library of a file system defines its own exceptions
         why = first_line(error)
         fault = f"{key}={item} cannot be read ({why})"
         # A ValueError means a wrong scheme or split, not the network.
@@ -554,10 +558,11 @@ def _copied(url: str) -> list[str]:
     is_pair, is_folder = suffix in (".bin", ".idx"), system.isdir(path)
     if is_pair:
         more = [f"{stem}.labels.idx", f"{stem}.labels.bin", f"{stem}.tokenizer.json"]
-        found = [*filter(system.exists, more), f"{stem}.idx", f"{stem}.bin"]  # .bin is returned
+        # Put .bin last: for a pair, the path of the last copy is returned.
+        found = [*filter(system.exists, more), f"{stem}.idx", f"{stem}.bin"]
     elif is_folder:
         found = sorted(system.find(path))
-    elif "://" in path:  # http, which has no folders
+    elif "://" in path:  # This is http: it has no folders that have to be left out.
         found = system.glob(path)
     else:
         matches = system.glob(path, detail=True)

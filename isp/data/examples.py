@@ -63,7 +63,10 @@ _ANSWERS = {Format.PREFERENCES: ("chosen", "rejected"), Format.COMPLETIONS: ("co
 
 
 class ExampleStore(NamedTuple):
-    """Stores with the tokens and the labels of examples: one document for each, in equal order."""
+    """The tokens and the labels of examples, in two stores.
+
+    Document i of `tokens` has the tokens of example i, and document i of `labels` its labels.
+    """
 
     tokens: TokenStore
     labels: TokenStore
@@ -76,7 +79,7 @@ def find_format(items: list[str], asked: Format, *, text_key: str, key: str) -> 
     need a chat template. Raises ValueError for text mixed with examples, and for pairs of
     preferences mixed with other examples.
     """
-    found: dict[Format, str] = {}  # with the first file of each format, for the error
+    found: dict[Format, str] = {}  # each format with its first file, which an error names
     for item in items:
         if (prefix := indexed_prefix(item)) is not None:
             found.setdefault(_pair_format(prefix, asked), str(prefix))
@@ -101,7 +104,9 @@ def file_format(path: Path, asked: Format, text_key: str) -> Format:
     """
     if asked is not Format.AUTO:
         if not has_records(path) and asked is not Format.TEXT:
-            raise ValueError(f"data.format={asked}: {path} is neither JSON nor a table")
+            raise ValueError(
+                f"data.format={asked}: {path} is neither JSON nor a table: use auto or text"
+            )
         return asked
     if not has_records(path):
         return Format.TEXT
@@ -176,7 +181,10 @@ class SourceReader:
         self._bos = tokenizer.bos if add_bos else ()
 
     def check(self) -> None:
-        """Raise those errors of `open` that pairs and the first lines of files show."""
+        """Raise errors that `open` would raise, but read at most the first line of each file.
+
+        Faults in later lines are found only by `open`.
+        """
         for item in self.items:
             if (prefix := indexed_prefix(item)) is not None:
                 check_pair(prefix)
@@ -295,7 +303,7 @@ class SourceReader:
             store = EndedStore(store, self._tokenizer.eos_id)
             # All tokens of a text are trained, so its labels are its tokens.
             return ExampleStore(store, store)
-        of_files = list(examples)  # a list: tokens and labels go to two stores
+        of_files = list(examples)  # A list, because it is iterated twice below.
         check_trained(any(count_trained(labels) for _, labels in of_files), name)
         tokens, labels = zip(*of_files, strict=True)
         return ExampleStore(
@@ -345,8 +353,8 @@ def _open_pairs(prefix: Path) -> ExampleStore:
     labels = IndexedDataset(labels_prefix(prefix))
     if not np.array_equal(tokens.lengths, labels.lengths):
         raise ValueError(
-            f"{tokens.idx_path} and {labels.idx_path} have examples of other lengths: write both"
-            " again (`isp data prepare`)"
+            f"{tokens.idx_path} and {labels.idx_path} disagree about the lengths of examples: write"
+            " both again (`isp data prepare`)"
         )
     return ExampleStore(tokens, labels)
 
@@ -364,14 +372,14 @@ _REFUSED = {
 def _documents(line: JsonLine, *, vocab_size: int) -> list[Example]:
     """Return the examples of a row with `input_ids`: one, or one for each 0 in `position_ids`.
 
-    Raises ValueError, with the place and the key, for lists of other lengths, and values out of
-    range.
+    Raises ValueError, with the place and the key, if the lists of a row differ in length, or have
+    values out of range.
     """
     record, where = line.record, line.where
     tokens = _ids(record, "input_ids", where)
     check_ids(tokens, vocab_size=vocab_size, where=where)
     labels = _aligned(record, "labels", where, tokens)
-    trained = np.where(labels == IGNORE_INDEX, 0, labels)  # check the labels that are ids
+    trained = np.where(labels == IGNORE_INDEX, 0, labels)  # Replace -100: only ids are checked.
     check_ids(trained, vocab_size=vocab_size, where=f"{where}, 'labels'")
     if (_aligned(record, "attention_mask", where, np.ones_like(tokens)) != 1).any():
         raise ValueError(
@@ -460,16 +468,17 @@ def _read_answers(
         raise ValueError(f"{where}: 'prompt' must not be empty if there is a 'completion'")
     if len(keys) == 1 and isinstance(record.get("label"), bool):
         raise ValueError(
-            f"{where} has 'label', which is not read: leave out what is labeled false, and the key"
+            f"{where} has the key 'label', which is not read: leave out the rows with label false,"
+            " and the key 'label' in the others"
         )
     inputs = read_template_inputs(line)
     if kind is str:
-        # Texts are not rendered by the template that would read these keys.
+        # These keys are inputs of the chat template, which does not render texts.
         of_messages = ("system", "tools", "chat_template_kwargs")
         if found := [key for key in of_messages if record.get(key)]:
             raise ValueError(
                 f"{where} has {found[0]!r}, which is for messages: write 'prompt' and answers as"
-                " lists of messages, or what it says into 'prompt'"
+                f" lists of messages, or move the text of {found[0]!r} into 'prompt'"
             )
     elif asked:
         asked = with_system(asked, line)
@@ -484,7 +493,10 @@ def _read_answers(
         texts = [np.append(tokens, tokenizer.eos_id) for tokens in of_whole]
     else:
         if template is None:
-            raise ValueError(f"{where} has messages, but the first line of the file has text")
+            raise ValueError(
+                f"{where} has messages, but the first line of the file has text: put them into two"
+                " files"
+            )
         more = inputs._asdict()
         before = tokenizer.encode(template.prompt(prompt, where, **more))
         texts = [template.tokens(turns, where, num_prompt=len(prompt), **more) for turns in whole]
@@ -504,12 +516,13 @@ def _after(prompt: Any, tokens: Any, where: str) -> Example:
     Raises ValueError if no token is left to train.
     """
     same = min(len(prompt), len(tokens))
-    # They may differ before the end of the prompt: at a token with the ends of both.
+    # The first difference may be before the end of the prompt: tokenized together, the end of the
+    # prompt and the begin of the answer may be in one token.
     differ = np.flatnonzero(prompt[:same] != tokens[:same])
-    # At least 1: no token predicts the first.
+    # The first token is never trained, since no token predicts it.
     first = max(1, int(differ[0]) if differ.size else same)
     if first >= len(tokens):
-        raise ValueError(f"{where}: an answer adds no tokens to the prompt")
+        raise ValueError(f"{where}: an answer adds no tokens to the prompt: remove the row")
     labels = np.asarray(tokens).astype(np.int32)
     labels[:first] = IGNORE_INDEX
     return Example(tokens, labels)

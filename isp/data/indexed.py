@@ -214,7 +214,9 @@ class IndexedDatasetWriter:
     def _publish(self) -> None:
         """Complete both files, then rename them to their final names."""
         if self.num_tokens == 0:
-            raise ValueError(f"no tokens to write to {_with(self._prefix, '.bin')}")
+            raise ValueError(
+                f"no tokens to write to {_with(self._prefix, '.bin')}: all inputs are empty"
+            )
         _flush(self._bin)
         with self._partial(".idx").open("wb") as index:
             self._write_index(index)
@@ -302,7 +304,10 @@ def _with(prefix: Path, suffix: str) -> Path:
 
 
 def _flush(file: IO[bytes]) -> None:
-    """Write buffered contents to the disk: a rename that follows must not reach it before them."""
+    """Write buffered contents to the disk, and wait until it has them (fsync).
+
+    Otherwise a power failure could leave a file that has its final name but not its contents.
+    """
     file.flush()
     os.fsync(file.fileno())
 

@@ -45,8 +45,9 @@ class _Stage(NamedTuple):
     before: tuple[int, ...]
     """Number of samples that earlier stages drew from each source."""
     ends: tuple[int, ...]
-    """End of each source's interval in `_RANGE`, which begins at the end of the one before. The
-    interval of a source that has reached its limit is empty."""
+    """For each source, the end of its interval in [0, `_RANGE`); it begins where that of the source
+    before ends. A sample is drawn from the source in whose interval its number is. A source that
+    has reached its limit has an empty interval."""
 
 
 class MixedDataset:
@@ -62,7 +63,9 @@ class MixedDataset:
         self._offset = hashed(seed) % _RANGE
         self.pack = parts[0].dataset.pack
         self.samples_per_epoch = sum(part.dataset.samples_per_epoch for part in parts)
-        self.tokens_per_sample = 0.0  # never read: only parts need it, and no part is a mixture
+        # Nothing reads this attribute of a mixture: a mixture reads that of its parts, and no part
+        # is itself a mixture.
+        self.tokens_per_sample = 0.0
         self._stages = [_Stage(0, (0,) * len(parts), self._intervals([0] * len(parts)))]
         # There is at most one more stage for each source with a limit.
         while (after := self._next(self._stages[-1])) is not None:
@@ -184,7 +187,7 @@ def _floor_sum(n: int, offset: int) -> int:
     """
     total, a, b, m = 0, _STEP, offset, _RANGE
     while True:
-        total += n * (n - 1) // 2 * (a // m) + n * (b // m)  # whole multiples of m
+        total += n * (n - 1) // 2 * (a // m) + n * (b // m)  # take out whole multiples of m
         a, b = a % m, b % m
         if (top := a * n + b) < m:  # all remaining terms are 0
             return total

@@ -27,7 +27,8 @@ class ExampleDataset:
 
     With `pack`, a sequence may have several examples, with separate positions and attention;
     without, it has one. `excess_length`: what to do with examples longer than `seq_len`. Examples
-    without a trained token (after truncation) are dropped. The summary has the numbers of both.
+    without a trained token (after truncation) are dropped. The summary says how many were too long,
+    and how many had no trained token.
     `group` consecutive examples (2 for pairs of preferences) stay in one sequence: each may have
     seq_len / group tokens, and if one is dropped, so are the others of the group. `note` is
     appended to the summary.
@@ -119,7 +120,7 @@ class ExampleDataset:
         """Return the tokens, or the labels, of an example up to its truncated length."""
         store = self._store.labels if labels else self._store.tokens
         ids = store.read(document, 0, int(self._lengths[document])).astype(np.int64)
-        # Check all ids but IGNORE_INDEX, which is none: replace it by any valid id.
+        # Check all ids. IGNORE_INDEX is not an id: replace it by any valid id before the check.
         trained = np.where(ids == IGNORE_INDEX, 0, ids) if labels else ids
         check_ids(trained, vocab_size=self._vocab_size, where=store.where(document))
         return ids
@@ -139,7 +140,8 @@ class ExampleDataset:
         ends = enumerate(self._lengths.tolist())
         labels = (self._store.labels.read(document, 0, end) for document, end in ends)
         trained = np.array([count_trained(of_one) for of_one in labels], dtype=np.int64)
-        used = (~dropped & (trained > 0)).reshape(-1, group).all(axis=1)  # of each group
+        # One bool for each group of examples: a group is used only if all its examples are.
+        used = (~dropped & (trained > 0)).reshape(-1, group).all(axis=1)
         usable = np.flatnonzero(np.repeat(used, group))
         check_trained(len(usable) > 0, f"{tokens.name}, in examples of {self.seq_len} tokens,")
         done = "dropped" if excess_length is ExcessLength.DROP else "truncated"
@@ -165,7 +167,7 @@ def best_fit(items: Iterable[int], sizes: Sequence[int], capacity: int) -> list[
     spaces: list[int] = []  # the keys of `by_space`, sorted
     for item, size in zip(items, sizes, strict=True):
         at = bisect_left(spaces, size)  # index of the smallest free space that is enough
-        if at == len(spaces):  # none: begin a new sequence
+        if at == len(spaces):  # No sequence has room: begin a new one.
             sequence, space = len(sequences), capacity
             sequences.append([])
         else:

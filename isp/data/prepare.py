@@ -108,8 +108,8 @@ def prepare(
     )
     if reader.is_pairs:
         raise ValueError(
-            f"input={', '.join(items)} holds preference pairs, which are read from .jsonl files"
-            f" directly"
+            f"input={', '.join(items)} holds preference pairs, which cannot be prepared: use"
+            f" the .jsonl files directly as data.source"
         )
     files = reader.files
     with tqdm(
@@ -173,7 +173,8 @@ def _write(
         # that of the new pair.
         record_path(prefix).unlink(missing_ok=True)
     if not labeled:
-        remove_pair(labels_prefix(prefix))  # of an older pair of examples with the same name
+        # Labels of an older pair with this name would count as the labels of the new one.
+        remove_pair(labels_prefix(prefix))
     write_record(prefix, tokenizer)
     trained_tokens = num_trained if labeled else None
     return PrepareSummary(

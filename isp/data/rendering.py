@@ -40,10 +40,12 @@ second."""
 
 
 class _Marks(Extension):
-    """Jinja extension that adds `{% generation %}` and writes marks, if `begin` got messages.
+    """Jinja extension that adds `{% generation %}`, and writes marks into the rendered text.
 
-    The object is used by all renderings of a template, so `begin` has to be called before each. See
-    [Note: Marks].
+    A mark is a short string between two noncharacters. It shows where a loop over messages, one
+    message, or a generation block begins or ends in the text; `render` removes it afterwards. One
+    object serves all renderings of a template, so `begin` has to be called before each, and says
+    whether marks are written. See [Note: Marks] in docs/design/notes/data.md.
     """
 
     tags = {"generation"}  # noqa: RUF012
@@ -56,23 +58,38 @@ class _Marks(Extension):
         return nodes.CallBlock(self.call_method("_block"), [], [], body).set_lineno(line)
 
     def begin(self, messages: Sequence[Any] | None) -> None:
-        """Begin a rendering, with marks for `messages`; None: without marks."""
+        """Prepare for a rendering; call it before each.
+
+        `messages`: the messages that are rendered, so that marks show where each is in the text;
+        None: write no marks.
+        """
         self.messages = messages
-        # For each loop that is open, the innermost last: True if one of its items was a message.
+        # One bool for each template loop that is running, the innermost last: True if an item of
+        # the loop so far was a message.
         self._loops: list[bool] = []
 
     def _block(self, caller: Macro) -> str:
-        """Return the text of a generation block, between marks."""
+        """Return the text of a generation block, with marks where it begins and ends.
+
+        The template calls it where the block is; `caller` renders the block's body.
+        """
         text = caller()
         return text if self.messages is None else f"{_mark('g')}{text}{_mark('e')}"
 
     def _enter(self) -> str:
-        """Begin a loop; write nothing, since only its first item shows if it is over messages."""
+        """Note that a loop of the template begins; called before each loop.
+
+        Returns "", so it writes no mark: only an item shows whether the loop is over messages.
+        """
         self._loops.append(False)
         return ""
 
     def _take(self, item: object) -> str:
-        """Return the marks for an item of a loop; "" if the item is not a message."""
+        """Return the text to write before an item of a loop; called for each item.
+
+        For a message it is the mark with the message's index; for the first message of a loop, the
+        mark of the loop's begin comes before that. For other items it is "".
+        """
         # Compare by identity: two messages may be equal.
         found = (i for i, message in enumerate(self.messages or ()) if message is item)
         if (index := next(found, None)) is None:
@@ -81,31 +98,40 @@ class _Marks(Extension):
         return begin + _mark(str(index))
 
     def _leave(self) -> str:
-        """End a loop; return its mark, or "" if it was not over messages."""
+        """Note that a loop of the template has ended; called after each loop.
+
+        Returns the mark of the loop's end, or "" if none of its items was a message.
+        """
         return _mark(")") if self._loops.pop() else ""
 
 
 class _MarkLoops(NodeTransformer):
-    """Changes a parsed template: loops call `_Marks` at their begin and end, and for each item."""
+    """Changes a parsed template so that its loops write marks.
+
+    Each loop calls methods of `_Marks` before it, for each item, and after it.
+    """
 
     def __init__(self, marks: _Marks) -> None:
         self._marks = marks
 
     def visit_For(self, node: nodes.For) -> list[nodes.Node]:
-        """Return the loop `node`, which takes each item, between calls that enter and leave it."""
-        self.generic_visit(node)  # loops inside of this one
+        """Return the nodes that replace the loop `node`: `_enter`, the loop, and `_leave`.
+
+        In the loop's body, `_take` is called first for each item.
+        """
+        self.generic_visit(node)  # also change the loops inside of this one
         if isinstance(node.target, nodes.Name):
             item = nodes.Name(node.target.name, "load")
             node.body.insert(0, self._output("_take", item))
         return [self._output("_enter"), node, self._output("_leave")]
 
     def _output(self, method: str, *arguments: nodes.Expr) -> nodes.Output:
-        """Return a node that writes the result of a method of `_Marks` into the text."""
+        """Return a node that calls a method of `_Marks`, and writes its result into the text."""
         return nodes.Output([self._marks.call_method(method, list(arguments))])
 
 
 def _mark(what: str) -> str:
-    """Return the mark `what` between its delimiters."""
+    """Return the text of the mark `what` (`(`, `)`, `g`, `e` or an index) with its delimiters."""
     return f"{_OPEN}{what}{_CLOSE}"
 
 
@@ -142,7 +168,7 @@ def named_in(template: str) -> Named:
 
 
 def _texts(node: nodes.Node) -> set[str]:
-    """Return all strings in an expression; a string is one, too."""
+    """Return all strings in a template's expression, also if it consists of one string."""
     found = (node, *node.find_all(nodes.Const))
     return {x.value for x in found if isinstance(x, nodes.Const) and isinstance(x.value, str)}
 
@@ -188,7 +214,8 @@ class Rendered(NamedTuple):
 
     text: str
     marks: list[tuple[int, str]]
-    """Each mark with the index in `text` at which it was; empty without marks [Note: Marks]."""
+    """Each mark (where a loop, a message or a generation block begins or ends) with the index in
+    `text` at which it was; empty if no marks were asked for. See [Note: Marks]."""
 
 
 def render(
@@ -228,7 +255,10 @@ def render(
 def _rendered(
     template: str, messages: Sequence[Any], variables: Mapping[str, Any], *, marks: bool
 ) -> str:
-    """Return the text of a conversation, still with marks; raise TemplateFailure or MemoryError."""
+    """Return the text of a conversation; if `marks`, with the marks still in it.
+
+    Raises TemplateFailure or MemoryError.
+    """
     try:
         compiled, marking = _compiled(template)
         marking.begin(messages if marks else None)

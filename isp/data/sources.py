@@ -226,7 +226,7 @@ def _split(store: ExampleStore, fraction: float, reader: SourceReader) -> list[E
             PartStore(f"end {held}", tokens, texts, range(cut, length)),
         ]
         return [ExampleStore(part, part) for part in parts]
-    group = 2 if reader.is_pairs else 1  # chosen and rejected follow each other
+    group = 2 if reader.is_pairs else 1  # keep chosen and rejected together
     chosen = np.repeat(held_out(len(tokens.lengths) // group, fraction), group)
     _check_split(int(chosen.sum()), len(chosen), "documents", fraction, tokens.name)
     return [

@@ -76,7 +76,9 @@ class EndedStore:
         self._store = store
         self._eos_id = eos_id
         documents = np.flatnonzero(store.lengths)
-        probes = documents[:: -(-len(documents) // EOS_PROBES) or 1]  # spread over the whole store
+        probes = documents[
+            :: -(-len(documents) // EOS_PROBES) or 1
+        ]  # they are spread over the store
         ends = zip(probes.tolist(), store.lengths[probes].tolist(), strict=True)
         last = [store.read(document, end - 1, end)[0] for document, end in ends]
         lacking = np.array(last, dtype=np.int64) != eos_id
@@ -89,7 +91,8 @@ class EndedStore:
         # A length of one more than in `store` means that `read` adds eos to the document.
         self.lengths = store.lengths.copy()
         self.lengths[documents] += bool(2 * lacking.sum() > len(lacking))
-        self.lengths[probes] = store.lengths[probes] + lacking  # these were read: no guess
+        # Of the documents that were read, it is known which lack eos.
+        self.lengths[probes] = store.lengths[probes] + lacking
 
     def read(self, document: int, start: int, stop: int) -> TokenArray:
         stored = int(self._store.lengths[document])
@@ -107,7 +110,8 @@ class ConcatStore:
         self.name = ", ".join(store.name for store in stores)
         self.lengths = np.concatenate([store.lengths for store in stores])
         self._stores = stores
-        self._ends = np.cumsum([len(store.lengths) for store in stores])  # in documents
+        # For each store: the index, in this store, of the first document after its documents.
+        self._ends = np.cumsum([len(store.lengths) for store in stores])
 
     def read(self, document: int, start: int, stop: int) -> TokenArray:
         store, own = self._find(document)

@@ -58,7 +58,7 @@ class StreamDataset:
     at the end. `note` is appended to the summary.
     """
 
-    samples_per_epoch = 0  # not known: all files would have to be read
+    samples_per_epoch = 0  # It is not known: all files would have to be read.
 
     def __init__(
         self,
@@ -108,7 +108,7 @@ class StreamDataset:
             self.seek(*self._begin)
         self._fill()
         while self._next < index:
-            left = self.seq_len  # number of tokens of this sample, still to be dropped
+            left = self.seq_len  # tokens of this sample that still have to be dropped
             while left:
                 place, tokens = self._held.popleft()
                 if len(tokens) > left:  # the rest of the document begins the next sample
@@ -136,7 +136,8 @@ class StreamDataset:
                 file = int(order[number])
                 place = place._replace(file=number)
                 texts = read_documents(self._files[file], text_key=self._text_key)
-                left = islice(texts, place.before, None)  # a file has no index: reads what it skips
+                # Files have no index, so this reads the documents that it skips.
+                left = islice(texts, place.before, None)
                 while block := [document.text for document in islice(left, BLOCK)]:
                     is_empty = False
                     key = [self._seed, place.epoch, file, place.before]

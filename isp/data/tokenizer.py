@@ -70,7 +70,7 @@ class Tokenizer(Protocol):
 
     @property
     def vocab_size(self) -> int:
-        """The largest id plus one. A model may have more rows, to be divisible by ranks."""
+        """The largest id plus one. A model's embedding may have more rows, to divide evenly."""
 
     @property
     def eos_id(self) -> int:
@@ -170,7 +170,7 @@ class HFTokenizer:
         ids = np.asarray(tokens).tolist()
         try:
             text: str = self._tokenizer.decode(ids, skip_special_tokens=not special)
-        except Exception as error:  # the package raises bare Exception, as in `_encoded`
+        except Exception as error:  # the package raises Exception itself for faults
             raise ValueError(f"data.tokenizer={self.file} cannot decode tokens: {error}") from None
         return text
 
@@ -178,7 +178,7 @@ class HFTokenizer:
         """Return the encoding of `text` as an object of the package; raises as `encode` does."""
         try:
             return self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
-        except Exception as error:  # the package raises bare Exception, as for an unknown word
+        except Exception as error:  # the package raises Exception itself, as for an unknown word
             start = repr(text[:60]) + "..." * (len(text) > 60)
             raise ValueError(
                 f"data.tokenizer={self.file} cannot encode the text that begins with {start}:"
@@ -252,7 +252,7 @@ def _tokenizer_file(path: Path) -> Path:
             f"tokenizer.json or of a folder that holds one{download_hint(path)}"
         )
     if not path.is_dir() and not path.is_file():
-        raise ValueError(f"data.tokenizer={path} is a pipe or a device, not a regular file")
+        raise ValueError(f"data.tokenizer={path} is a pipe or a device: name a regular file")
     return path / "tokenizer.json" if path.is_dir() else path
 
 
@@ -276,7 +276,7 @@ def _declared_eos(file: Path) -> str | None:
         declared = read_json(file).get("eos_token")
     except ValueError as error:
         raise ValueError(f"{error} (next to data.tokenizer)") from None
-    if isinstance(declared, dict):  # an added token, with rules about white space
+    if isinstance(declared, dict):  # It may be an object, with the text under `content`.
         declared = declared.get("content")
     if declared is not None and not isinstance(declared, str):
         raise ValueError(f"{file}: eos_token={declared!r} is not a token: set data.eos_token")

@@ -27,7 +27,7 @@ _ASSISTANT = ("gpt", "chatgpt", "bing", "bard", "model")
 _TOOL = ("observation", "function_response", "tool_response", "function", "ipython")
 _ALIASES = {
     "human": "user",
-    "developer": "system",  # OpenAI's present name
+    "developer": "system",  # OpenAI's newer name of the role
     **dict.fromkeys(_ASSISTANT, "assistant"),
     **dict.fromkeys(_TOOL, "tool"),
 }
@@ -75,7 +75,7 @@ class Arguments(dict[str, Any]):
     def __str__(self) -> str:
         return self._text
 
-    def __repr__(self) -> str:  # for a template that prints the whole call
+    def __repr__(self) -> str:  # A template that prints a whole call prints this.
         return repr(self._text)
 
 
@@ -83,9 +83,9 @@ class TemplateInputs(NamedTuple):
     """Inputs of the chat template that a row has in addition to its messages."""
 
     tools: Any
-    """Value of the key `tools`; None without."""
+    """Value of the row's key `tools`; None if the row does not have it."""
     variables: Any
-    """Value of the key `chat_template_kwargs`; None without."""
+    """Value of the row's key `chat_template_kwargs`; None if the row does not have it."""
 
 
 def read_talk(line: JsonLine) -> tuple[Any, TemplateInputs]:
@@ -142,7 +142,7 @@ def with_system(messages: Any, line: JsonLine) -> Any:
     own = first.get("content", first.get("value")) if is_system else None
     for key in ("system", *_SYSTEM):
         text = line.record.get(key, "")
-        if text in ("", own):  # none, or the messages have it already
+        if text in ("", own):  # It is empty, or the messages begin with it.
             continue
         if not isinstance(text, str):
             raise ValueError(f"{line.where} has a {key!r} that is not text")
@@ -212,7 +212,8 @@ def _read_turn(given: Any, where: str, named: Named, parses: bool) -> dict[str, 
                 f" {_ROLES[-1]}, or a chat template that compares a role with it"
                 " (data.chat_template)"
             )
-    if "function_call" in turn and "function_call" not in named.words:  # OpenAI's older key
+    if "function_call" in turn and "function_call" not in named.words:
+        # The template does not read OpenAI's older key: convert it to `tool_calls`.
         called = turn.pop("function_call")
         turn |= {} if _filled(called) is None else {"tool_calls": [_as_call(called)]}
     if "tool_calls" in turn:
@@ -242,10 +243,11 @@ def _check_calls(turn: dict[str, Any], where: str, named: Named) -> None:
 
 
 def _check_weight(turn: dict[str, Any], where: str) -> None:
-    """Raise ValueError unless a message has no weight, or 0, or, of the assistant, 1.
+    """Raise ValueError if the `weight` of a message is not allowed.
 
-    Also raises it for keys in which other programs have weights. In tables a weight may be 0.0 or
-    1.0.
+    Every message may have weight 0 or none; only one of the assistant may have weight 1. In tables
+    a weight may be 0.0 or 1.0. Also raises ValueError for keys that hold a weight in other
+    programs.
     """
     if key := next((key for key in _WEIGHTS if key in turn), None):
         raise ValueError(
@@ -262,8 +264,8 @@ def _check_weight(turn: dict[str, Any], where: str) -> None:
         )
     if weight == 1 and turn["role"] != "assistant":
         raise ValueError(
-            f"{where} has the weight 1, but the loss is computed on messages of the role assistant"
-            " only"
+            f"{where} has the weight 1, but the loss is computed only on messages of the role"
+            " assistant: leave the weight out"
         )
 
 
@@ -279,7 +281,8 @@ def _check_part(part: Any, where: str) -> None:
     kind = part.get("type", "text")
     if kind != "text":
         raise ValueError(
-            f"{where} has a part of its content of the type {kind!r}: only text is trained"
+            f"{where} has a part of its content of the type {kind!r}: only text is trained: leave"
+            " the part out"
         )
 
 

@@ -179,10 +179,10 @@ class Engine:
         return [pinned_memory.send(x, self._device) for x in own]
 
     def _joined(self, x: Tensor, rows: Tensor) -> Tensor:
-        """Return the tokens with indices `rows` [n] from ranks' parts x [1, T/p, F]: [1, n, F].
+        """Return the hidden states [1, n, F] of the tokens with indices `rows` [n].
 
-        It is an all-reduce, to which a rank contributes zeros for tokens that others have. The sum
-        is exact.
+        `x` [1, T/p, F] is this rank's part of the sequence. The result is an all-reduce, to which a
+        rank contributes zeros for tokens that other ranks have, so the sum is exact.
         """
         tensor, size = self.mesh[Axis.TENSOR], x.shape[1]
         own = rows - tensor.rank * size

@@ -43,7 +43,7 @@ class PasskeyPrompts:
     def __init__(self, encode: Callable[[str], Sequence[int]], *, digits: int) -> None:
         self._encode = encode
         self.digits = digits
-        # Cached, since encoding is slow.
+        # Cache the results of `_most_sentences`, which has to encode prompts to find them.
         self._sentences: dict[tuple[int, int], int] = {}
         """Number of sentences that fit, by length and index of the first sentence."""
 

@@ -96,7 +96,8 @@ class Source:
         if self.section.adapter is not None:
             # Only to raise errors about the adapter here, before weights are read.
             adapted(model, self.section.adapter, folder)
-        take_out_tower(model)  # its position tables are of images: not for `position_limit`
+        # `position_limit` would also find the vision tower's embeddings of positions in images.
+        take_out_tower(model)
         return model
 
     @property
@@ -163,7 +164,11 @@ class Source:
         # The last new token needs no position: nothing is computed from it.
         needed, limit = longest + new_tokens - 1, self.position_limit
         if limit is not None and needed > limit:
-            fits = f": --max-new-tokens {limit - longest + 1} fits" if longest <= limit else ""
+            fits = (
+                f": --max-new-tokens {limit - longest + 1} fits"
+                if longest <= limit
+                else ": use a shorter prompt"
+            )
             raise ValueError(
                 f"a prompt of {longest:,} tokens and --max-new-tokens {new_tokens} need"
                 f" {needed:,} positions, and the model has a table of {limit:,}{fits}"
@@ -201,8 +206,8 @@ class Source:
 
     def engine(self, parallel: ParallelConfig, mesh: Mesh, device: torch.device) -> Engine:
         """Build the model with its weights on the ranks of `mesh`; a collective."""
-        # With a seed, `build_model` reads the weights in `section.hf`. That is needed unless all
-        # weights come from a checkpoint; a checkpoint of adapters lacks the base model.
+        # `build_model` reads the weights in `section.hf` only if it gets a seed. Read them unless
+        # the checkpoint has all weights: that of a run with an adapter lacks the base model's.
         reads_folder = self.checkpoint is None or self.section.adapter is not None
         built = build_model(
             self.model,

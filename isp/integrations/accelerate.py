@@ -40,7 +40,8 @@ class RunAccelerator(Accelerator):
         accelerator.__class__ = cls
         accelerator.run = run
         accelerator._first_ranks = [data_ranks.index(rank) for rank in range(run.dp_size)]
-        accelerator.dataloader_config.dispatch_batches = False  # else rank 0 reads for all ranks
+        # Each rank has to read its own data: accelerate would let rank 0 read and send it.
+        accelerator.dataloader_config.dispatch_batches = False
 
     @property
     def num_processes(self) -> int:

@@ -106,7 +106,8 @@ class RunModel(nn.Module):
         where: Any = {"position_ids": position_ids, "attention_mask": attention_mask}
         outputs = _Outputs(lambda: self.run.logits(input_ids, **where))
         if labels is None or self.gives_logits:
-            # Compute logits now: an evaluation iterates over the items, which skips __missing__.
+            # Compute logits now: an evaluation iterates over the outputs, which would not compute
+            # them (`_Outputs` computes them only when the key is looked up).
             _ = outputs["logits"]
         if labels is not None:
             # With logits, compute the loss from them: `log_probs` would be a second forward. Not

@@ -116,7 +116,7 @@ class ISPEngine(BaseEngine):
             batch = batch.to(self.run.device)
             with torch.set_grad_enabled(not forward_only):
                 model_output = self._score(batch)
-                # Without a loss function verl only wants the log-probabilities.
+                # Without a loss function verl uses only the log-probabilities; any loss will do.
                 loss, metrics = torch.ones(()), {}
                 if loss_function is not None:
                     loss, metrics = loss_function(
@@ -149,8 +149,9 @@ class ISPEngine(BaseEngine):
         if scores.entropy is not None:
             found["entropy"] = scores.entropy
         ends = batch["input_ids"].offsets()
-        # The run has the result of a token at the token; verl has it at the token before: roll by
-        # one. What this moves across the ends of documents has no meaning in verl.
+        # In the run's results entry i is about token i, and in verl's it is about token i + 1: move
+        # all entries to the left by one. The last entry of each document, which is then about the
+        # first token of another document, has no meaning in verl.
         return {
             name: torch.nested.nested_tensor_from_jagged(x[0].roll(-1), ends)
             for name, x in found.items()
@@ -222,7 +223,9 @@ class ISPEngine(BaseEngine):
         Raises ValueError for an `hdfs_path`.
         """
         if hdfs_path is not None:
-            raise ValueError(f"hdfs_path={hdfs_path}: checkpoints of isp are written to local_path")
+            raise ValueError(
+                f"hdfs_path={hdfs_path}: ISP writes checkpoints only to local_path: leave it out"
+            )
         schedule = {} if self._scheduler is None else self._scheduler.state_dict()
         extra = {"schedule": schedule, "global_step": global_step}
         self.run.save(local_path, extra)
@@ -249,7 +252,10 @@ class ISPEngine(BaseEngine):
 
 
 class _Mode(BaseEngineCtx):
-    """verl's context of an engine: weights on the device, in training or evaluation mode."""
+    """Context in which verl uses an engine, in training or evaluation mode.
+
+    Entering it brings the weights to the device, by verl's base class, and sets the mode.
+    """
 
     def __enter__(self) -> None:
         super().__enter__()

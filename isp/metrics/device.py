@@ -52,7 +52,7 @@ _DENSE_BF16_TFLOPS: list[tuple[str, float]] = [
     ("RTX 4090", 165.2),
     ("RTX 3090", 71.0),
     ("MI210", 181.0),
-    ("MI250X", 191.5),  # half of the card: each of its two dies is a device
+    ("MI250X", 191.5),  # of one die: each of the card's two dies is a device
     ("MI250", 181.0),
     ("MI300A", 980.6),
     ("MI300X", 1307.4),

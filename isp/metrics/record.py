@@ -263,7 +263,7 @@ def _lines(path: Path) -> Iterator[tuple[int, StepRecord]]:
     Raises ValueError, with the line number, for a line that is not a record.
     """
     for number, line in enumerate(read_lines(path), start=1):
-        if not line.endswith(b"\n"):  # cut off by a crash, or still being written
+        if not line.endswith(b"\n"):  # A crash cut it off, or it is being written.
             return
         try:
             record = StepRecord.from_json(line[:-1])

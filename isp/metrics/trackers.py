@@ -151,7 +151,7 @@ class _MLflow(Tracker):
         self._id = str(self._client.create_run(experiment, run_name=run.name).info.run_id)
         flat = _flat(run.config)
         params = [Param(mlflow_name(key), str(value)[:500]) for key, value in flat.items()]
-        for at in range(0, len(params), 100):  # MLflow's limit for one request
+        for at in range(0, len(params), 100):  # MLflow takes at most 100 in one request
             self._client.log_batch(self._id, params=params[at : at + 100])
         return self._id
 

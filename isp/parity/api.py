@@ -23,7 +23,10 @@ __all__ = ["CheckKeys", "CheckResult", "check", "keys_from"]
 
 @section("")
 class CheckKeys:
-    """Sections of the configuration that a check accepts for a model without one."""
+    """Sections of the configuration that a check accepts if the model comes without a YAML file.
+
+    That is a user's module or a Hugging Face folder; a YAML file is read as a `JobConfig`.
+    """
 
     model: ModelConfig = field(default_factory=ModelConfig)
     """How the model is computed."""
@@ -133,7 +136,8 @@ def _check(model: nn.Module, layouts: str, overrides: Sequence[str]) -> CheckRes
         comparison = Check(subject, chosen, parallel=keys.parallel, optimizer=keys.optimizer)
     except (IndexError, RuntimeError) as error:  # raised by the plain model's own code
         raise ValueError(
-            f"{subject.name} alone fails on sequences of {TOKENS} tokens: {error}"
+            f"{subject.name} alone, without a layout, fails on sequences of {TOKENS} tokens: pass a"
+            f" model that runs on them: {error}"
         ) from error
     return CheckResult(heading(comparison), tuple(comparison.run(layout) for layout in chosen))
 

@@ -143,7 +143,10 @@ class Verdict(NamedTuple):
 
 
 class Check:
-    """A small model with reference steps of its plain form, which `run` compares layouts with.
+    """Compares layouts of a small model with the plain model.
+
+    The constructor trains a step of the plain model for each kind of batch, as the reference. `run`
+    then trains the same step in a layout and returns the differences.
 
     All layouts run on the same number of ranks, the least common multiple of what they need, so
     smaller layouts have replicas. Raises ValueError for a layout that the model cannot be split in.
@@ -211,7 +214,8 @@ class Check:
         """
         mesh = Mesh(Topology.create(self.num_ranks, layout.of(self.parallel)), rank)
         chosen = self.cases if cases is None else cases
-        logging.disable(logging.WARNING)  # else each rank would repeat a run's warnings per case
+        # Hide warnings of the run: each rank would repeat them for each case.
+        logging.disable(logging.WARNING)
         try:
             return [self._compare(mesh, layout, case) for case in chosen]
         finally:
@@ -225,7 +229,7 @@ class Check:
     def _compare(self, mesh: Mesh, layout: Layout, case: CheckCase) -> Differences:
         """Train one step on this rank and return its differences from the plain model."""
         reference = self.references[case.packed]
-        # This data rank's rows of the global batch.
+        # Each data rank trains its own rows of the global batch.
         count = len(reference.rows.tokens) // mesh[Axis.DATA].size
         first = mesh[Axis.DATA].rank * count
         # A pipeline needs several micro-batches: each row is one. Else all rows are one batch.
@@ -334,7 +338,7 @@ def _note(
     for name, parts in found.items():
         if name in expected and len(parts) == 1:
             whole = expected[name]
-            scale = max(whole.abs().max().item(), 1e-300)  # no division by 0
+            scale = max(whole.abs().max().item(), 1e-300)  # avoid a division by 0
             if mesh.topology.mode.slices_batch:
                 whole = whole.chunk(tensor.size, 1)[tensor.rank]
             if whole.shape == parts[0].shape:
@@ -436,7 +440,8 @@ def worst_of(of_ranks: Iterable[Differences]) -> Differences:
         gradients=largest(lambda one: one.gradients),
         weights=largest(lambda one: one.weights),
         outputs=largest(lambda one: one.outputs),
-        gathers=found[0].gathers,  # of one rank: the table only says if there are any
+        # One rank's number is enough: the table only shows whether there are gathers at all.
+        gathers=found[0].gathers,
         miscounted=tuple(dict.fromkeys(line for one in found for line in one.miscounted)),
     )
 

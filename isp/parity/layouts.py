@@ -95,7 +95,8 @@ def layouts_of(
     if names != "all":
         found = [_layout(name.strip(), names) for name in names.split(",")]
         return list(dict.fromkeys(found)), []
-    # Isp mode, isp mode with context groups, other modes; with experts also over several ranks.
+    # "all" lists layouts in isp mode, in isp mode with context groups, and in the other modes. If
+    # the model has experts, it adds layouts in which several ranks share the experts of a layer.
     every = [Layout(tensor, weight) for tensor in _SIZES for weight in _SIZES]
     every += [_with_context(*sizes) for sizes in ((1, 2, 1), (2, 2, 4), (1, 4, 2))]
     others = (mode for mode in Mode if not mode.gathers_weights)
@@ -129,9 +130,10 @@ def _with_context(head: int, context: int, weight: int) -> Layout:
 
 
 def _layout(name: str, text: str) -> Layout:
-    """Return the layout called `name`; raise ConfigError for other names, with `text`, the list.
+    """Return the layout called `name`; raise ConfigError for a name that is not a layout's.
 
-    Ends of the name for the pipeline and for experts are cut off first, one in each call.
+    `text` is the whole value of --layouts, for the error. A suffix of the name for the pipeline or
+    for experts is cut off first; the function calls itself with the rest of the name.
     """
     if cut := re.fullmatch(r"(.+) (\w+) ([2-9])(?:x([2-9]))?", name):
         schedule = next((s for s in PipelineSchedule if s.lower() == cut[2].lower()), None)

@@ -104,7 +104,8 @@ class Reference(NamedTuple):
     weights: dict[str, Tensor]
     """Weights after the step, by name."""
     outputs: dict[str, Tensor]
-    """Outputs [R, S, ..] by module, in the order of the forward; others have no such outputs."""
+    """Outputs [R, S, ..] by name of the module, in the order of the forward. Modules are left out
+    whose outputs do not have exactly one entry for each token."""
 
 
 def make_reference(
@@ -120,7 +121,7 @@ def make_reference(
     parameters of the whole model.
     """
     plain = subject.plain()
-    parameters = dict(plain.named_parameters())  # a shared parameter once
+    parameters = dict(plain.named_parameters())  # yields a shared parameter once
     start = {name: p.detach().clone() for name, p in parameters.items()}
     valid = int((rows.labels != IGNORED).sum())
     outputs = Outputs()
@@ -285,9 +286,10 @@ class Outputs:
         return found
 
     def as_rows(self, rows: int, length: int) -> dict[str, Tensor]:
-        """Return and clear the recorded outputs, of documents [1, n, ..], joined to [R, S, ..].
+        """Return and clear the recorded outputs, joined to [R, S, ..], by name of the module.
 
-        Modules are left out unless they had each token once.
+        Each was recorded for one document, as [1, n, ..]. Modules that did not have each token
+        exactly once are left out.
         """
         joined = {}
         for name, parts in self.take().items():

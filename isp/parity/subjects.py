@@ -165,7 +165,8 @@ def read_folder(folder: Path, overrides: Mapping[str, Any] | None = None) -> Any
     logging.set_verbosity_error()  # hides advice on faster kernels and on ids of a large vocabulary
     try:
         if overrides:
-            with limited_model(str(folder)):  # builds it, to compare the shapes of its weights
+            # Limit time and memory: the check builds the model, to compare shapes of weights.
+            with limited_model(str(folder)):
                 check_overrides(folder, overrides)
         return overridden_config(folder, overrides)
     except OverrideError:

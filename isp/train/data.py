@@ -36,7 +36,7 @@ _TAG = Tag(Purpose.DATA, tensor="data")
 
 
 def check_data(config: JobConfig) -> None:
-    """Check that the data and the tokenizer of `config` exist and fit together and the model.
+    """Check that the data and the tokenizer of `config` exist and fit each other and the model.
 
     Reads the first lines of files at most. Raises ValueError or FileNotFoundError.
     """
@@ -72,9 +72,9 @@ class _Read(NamedTuple):
     """A step's micro-batches on the rank that reads them, before the broadcast."""
 
     tensors: Tensor
-    """Result of `stacked`."""
+    """Tokens, labels and positions, as `stacked` returns them: int64 [n, 3, rows, tokens]."""
     padding: list[tuple[int, ...]]
-    """`MicroBatch.padding` of each micro-batch."""
+    """For each micro-batch, the number of padding tokens of each row (`MicroBatch.padding`)."""
 
 
 class StepData:

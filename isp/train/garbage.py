@@ -17,11 +17,11 @@ def collected_every(steps: int) -> Iterator[Callable[[int], None]]:
     Call the function with the number of each step after it. With `steps` 0, Python collects as
     usual and the function does nothing.
 
-    Python starts a collection when enough objects have been created, which happens on each rank
-    after another step: each time all other ranks wait for that rank. A step leaves no tensor to be
-    collected. Source: manual garbage collection of torchtitan and Megatron-LM. Each collection also
-    gives free heap pages back to the system. See [Note: Freed host memory] in
-    docs/design/notes/train.md.
+    Python starts a collection when enough objects have been created. That happens after different
+    steps on different ranks, and each time all other ranks wait for the one that collects. A step
+    leaves no tensor to be collected. Source: manual garbage collection of torchtitan and
+    Megatron-LM. Each collection also gives free heap pages back to the system. See
+    [Note: Freed host memory] in docs/design/notes/train.md.
     """
     release = _malloc_trim()
 
@@ -29,11 +29,12 @@ def collected_every(steps: int) -> Iterator[Callable[[int], None]]:
         """Collect young objects and give free memory back if `step` is a multiple of `steps`."""
         if steps and step % steps == 0:
             gc.collect(1)  # a collection of the oldest generation would look through all objects
-            release(0)  # [Note: Freed host memory]
+            release(0)  # gives free heap pages to the system [Note: Freed host memory]
 
     was_enabled = gc.isenabled()
     if steps:
-        gc.collect()  # remove garbage of the setup, of all generations: later ones skip the oldest
+        # Collect all generations once, for what the setup left: `after` skips the oldest one.
+        gc.collect()
         gc.disable()
     try:
         yield after

@@ -71,10 +71,11 @@ def main(
     and data; ValueError on all ranks if the run's folder cannot be opened; OutOfMemory; and
     CheckpointError, on rank 0 at the end, if the last checkpoint is not in `checkpoint.upload_to`.
     """
-    begin = time.monotonic()  # before the setup, which counts toward training.max_time
+    begin = time.monotonic()  # Begin here: the setup, too, counts toward training.max_time.
     world = make_world(config, store)
     device = world.device
-    topology, given = config.topology(world.size), config  # config.yaml gets `given`
+    # Keep the configuration as the user gave it: the run's config.yaml gets `given`.
+    topology, given = config.topology(world.size), config
     config = config.for_ranks(world.size)
     # These checks come before the process groups: every rank fails at once with the same message,
     # and none waits for another in a collective.
@@ -94,7 +95,8 @@ def main(
         folder = start.folder
         stack.enter_context(run_logging(folder.log_file(world.rank), rank=world.rank))
         here = tuple(RankPlace.here(device))
-        places = [RankPlace(*place) for place in exchange(mesh.host, here)]  # a collective
+        # `exchange` is a collective: each rank gets the places of all ranks.
+        places = [RankPlace(*place) for place in exchange(mesh.host, here)]
         if world.rank == 0:
             folder.describe(to_yaml(given, redact=True), Environment.of(places).to_json())
         for number, sizes in enumerate(topology.sizes()):
@@ -164,7 +166,10 @@ def _with_exchange(
     """Return `config` with the exchange of keys and values that `choose` picks; a collective."""
     if choose is None:
         if config.parallel.sequence_2D.exchange is ContextExchange.AUTO:
-            logger.info("keys and values of other context ranks: gather (auto): not planned")
+            logger.info(
+                "context ranks exchange keys and values by gather: with"
+                " parallel.sequence_2D.exchange=auto, this start does not plan memory for a ring"
+            )
         return config
     memory = 0
     if device.type == "cuda":
@@ -172,5 +177,5 @@ def _with_exchange(
     # All ranks pass the smallest memory of any rank: `choose` then returns the same on each.
     least = min(exchange(mesh.host, memory)) or None
     config, why = choose(config, mesh.topology.world_size, least, on_cpu=device.type == "cpu")
-    logger.info("keys and values of other context ranks: %s", why)
+    logger.info("context ranks exchange keys and values by %s", why)
     return config

@@ -180,7 +180,9 @@ class Trainer:
                 if self.step == first:
                     offloaded = self.train_step.built.host
                     if offloaded.reserved_bytes:
-                        logger.info("block inputs on the host: %s", offloaded.describe())
+                        logger.info(
+                            "inputs of recomputed blocks are kept in %s", offloaded.describe()
+                        )
                     self._log_balance()
                     # The first step also loads kernels and opens connections, for which it has
                     # comm.init_timeout_seconds; collectives of later steps get the shorter limit.
@@ -355,7 +357,10 @@ class Trainer:
         return losses, None
 
     def _mean_loss(self, losses: dict[str, float]) -> float | None:
-        """Return the mean of `losses`, weighted by source; warn and return None if it is empty."""
+        """Return the mean of the losses on held-out text, weighted by `weight` of each source.
+
+        `losses` is by name of the source. If it is empty, warns and returns None.
+        """
         weights = {part.title: part.weight for part in self.config.data.valid_parts}
         if not losses:
             logger.warning(
@@ -422,7 +427,7 @@ class Trainer:
             what = f"ending the run in {folder.path}"
             attempt_first(self.mesh.host, what, lambda: folder.write_finished(step))
             logger.info("done: %d steps, in %s", self.step, self.start.folder.path)
-            if self.config.training.objective != "reward":  # whose model writes no text
+            if self.config.training.objective != "reward":  # a reward model writes no text
                 how = _how_to_generate(self.start.checkpoints, chats=self.data.has_chats)
                 logger.info("generate text: %s", how)
 
@@ -448,8 +453,8 @@ def _objective(config: JobConfig, mesh: Mesh, device: torch.device) -> TokenLoss
     model = second_model(config)
     if model is None:
         return RewardLoss() if config.training.objective == "reward" else TokenLoss()
-    # Not to change weights, but because the second model then starts no gathers for its next
-    # forward: between its forwards nothing of it is in flight.
+    # The weights of this model do not change. But with `weights_may_change` it does not gather
+    # weights ahead for its next forward: between its forwards no transfer of it is in flight.
     second = make_train_step(model, config, mesh, device, weights_may_change=True)
     for chunk in second.chunks:
         chunk.model.eval()  # adapters of the reference model may have dropout

@@ -142,7 +142,7 @@ def open_to_write(path: str | Path, flags: int) -> int:
     except OSError as error:
         if error.errno == errno.ELOOP or Path(path).is_symlink():
             raise OSError(errno.ELOOP, _IS_LINK, str(path)) from None
-        if error.errno == errno.ENXIO:  # a pipe without a reader
+        if error.errno == errno.ENXIO:  # it is a pipe that nobody reads
             raise OSError(errno.EINVAL, _NOT_REGULAR, str(path)) from None
         raise
     try:
@@ -236,7 +236,7 @@ def parse_json(data: bytes, path: Path) -> dict[str, Any]:
         found = json.loads(data)
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} cannot be read: {error}") from None
-    except ValueError as error:  # invalid JSON, or a number with too many digits
+    except ValueError as error:  # it is not JSON, or a number has too many digits
         raise ValueError(f"{path} is damaged: {error}") from None
     except RecursionError:
         raise ValueError(

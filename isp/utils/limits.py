@@ -107,7 +107,7 @@ def check_in_child(
     try:
         fault = _read_until_end(read, seconds)
     finally:
-        if fault is None:  # out of time, or this process was interrupted
+        if fault is None:  # The time is over, or an exception interrupts this process.
             os.kill(child, signal.SIGKILL)
         os.close(read)
         _, status = os.waitpid(child, 0)
@@ -134,7 +134,7 @@ def _memory() -> tuple[int, int]:
     """Return the bytes of this process's address space and resident memory; 0 if unknown."""
     try:
         size, resident, *_ = _STATM.read_bytes().split()
-    except OSError:  # not Linux
+    except OSError:  # Only Linux has /proc.
         return 0, 0
     return int(size) * _PAGE_BYTES, int(resident) * _PAGE_BYTES
 
@@ -159,8 +159,8 @@ def _address_space(most_bytes: int) -> Iterator[None]:
 def _ticks(look: Callable[[FrameType | None], None]) -> Iterator[None]:
     """Context in which a timer calls `look`, with the current frame, every `_TICK_SECONDS`.
 
-    A process has one such timer. If it was in use before, as in an enclosing context, its handler
-    is called when it would have been, and at the end it is set again.
+    A process has only one such timer. If other code, such as an enclosing context, has set it, the
+    handler of that code is still called when it is due, and the timer is set again at the end.
     """
     due, begin = signal.getitimer(signal.ITIMER_REAL)[0], time.monotonic()
     before = signal.getsignal(signal.SIGALRM)
@@ -177,7 +177,8 @@ def _ticks(look: Callable[[FrameType | None], None]) -> Iterator[None]:
         yield
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
-        if before is not None:  # None: a handler not of Python, which Python cannot set again
+        # `before` is None if C code had set the handler, which Python cannot set again.
+        if before is not None:
             signal.signal(signal.SIGALRM, before)
         if due:
             left = max(1e-3, due - (time.monotonic() - begin))

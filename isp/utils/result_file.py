@@ -50,7 +50,8 @@ class Result(_Head):
         except ValidationError as error:
             raise ValueError(f"not {cls.name}: {first_fault(error)}") from error
         raise ValueError(
-            f"{cls.name} of version {version}, this program reads version {cls.newest}: {cls.again}"
+            f"this is {cls.name} of version {version}, and this version of ISP reads version"
+            f" {cls.newest}: {cls.again}"
         )
 
     @classmethod

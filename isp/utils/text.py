@@ -58,9 +58,12 @@ _MARKED = re.compile(r"://\*\*\*@|=\*\*\*(?=[&;#]|$)")
 """Places in a URL where `redacted` has replaced credentials."""
 
 _OBEYED = re.compile(
-    r"[\x00-\x08\x0b-\x1f\x7f-\x9f"  # C0 but tab and line feed, DEL, C1
-    r"\u061c\u200b\u200e\u200f\u202a-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb"  # direction, width
-    r"\u2028\u2029\ud800-\udfff\U000e0000-\U000e007f]"  # lines, half characters, tags
+    # These are control characters, except tab and line feed.
+    r"[\x00-\x08\x0b-\x1f\x7f-\x9f"
+    # These have no width, or set the direction of the text.
+    r"\u061c\u200b\u200e\u200f\u202a-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb"
+    # These are line separators, halves of surrogate pairs, and tags.
+    r"\u2028\u2029\ud800-\udfff\U000e0000-\U000e007f]"
 )
 """Characters that a terminal interprets, except joiners, which some scripts and emoji need."""
 

@@ -127,7 +127,8 @@ def test_another_model_is_refused(tmp_path: Path) -> None:
     run = make_run(0, ONE, torch.float32)
     fewer = dataclasses.replace(run.state, parameters=run.state.parameters[:-1])
     with pytest.raises(
-        CheckpointError, match=r"has entries that the run lacks: model\.norm\.weight"
+        CheckpointError,
+        match=r"weights that the run's model lacks, so it is of another model: model\.norm\.weight",
     ):
         checkpointer.load(info, fewer)
     renamed = [dataclasses.replace(item, name=f"my_{item.name}") for item in run.state.parameters]

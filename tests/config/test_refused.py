@@ -113,7 +113,7 @@ BF16, EXACT = "--training.dtype=bfloat16", "--training.deterministic=true"
         (["--parallel.pipeline.size=2"], "data.micro_num=2 or more"),
         (["--parallel.pipeline.num_chunks=2"], "needs parallel.pipeline.size=2 or more"),
         (["--profiler.profile_freq=1"], "profile_freq=1 must be at least 2 (default: 10)"),
-        (["--profiler.save_traces_folder=../x"], "must name a folder in that of the run"),
+        (["--profiler.save_traces_folder=../x"], "must be a relative path, such as tb"),
         ([FLASH, "--training.dtype=float32"], f"{FLASH[2:]} needs bfloat16 or float16"),
         ([VARLEN, BF16, "--training.device=cpu"], "not bfloat16 on cpu: use model.attention_back"),
         ([CUDNN, BF16, "--training.device=cuda", EXACT], "cudnn is not deterministic"),

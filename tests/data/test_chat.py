@@ -280,7 +280,7 @@ def test_messages_not_rendered_once_in_order_are_refused(
 def test_a_turn_with_another_header_than_the_prompt_is_refused(tmp_path: Path) -> None:
     """Catches a trained header of a turn, which does not match the generation prompt."""
     folder = chat_folder(tmp_path, CHATML.replace("<|im_start|>assistant", "<|im_start|>bot"))
-    with pytest.raises(ValueError, match="line 3, message 3: the chat template does not begin it"):
+    with pytest.raises(ValueError, match="line 3, message 3: the chat template renders it"):
         load(folder).example(TALK, "talks, line 3")
 
 

@@ -163,7 +163,7 @@ def test_labels_of_other_lengths_are_refused(tmp_path: Path) -> None:
         prepare(source, tmp_path / name)
     for suffix in ("bin", "idx"):
         (tmp_path / f"q.labels.{suffix}").rename(tmp_path / f"p.labels.{suffix}")
-    with pytest.raises(ValueError, match=r"p\.idx and .*p\.labels\.idx have examples of other"):
+    with pytest.raises(ValueError, match=r"p\.idx and .*p\.labels\.idx disagree about the lengths"):
         open_datasets(DataConfig(source=str(tmp_path / "p"), seq_len=2), seed=0)
 
 

@@ -398,7 +398,10 @@ def _few_positions() -> nn.Module:
     ("make", "said"),
     [
         (lambda: Own().to("meta"), "make it on the CPU"),
-        (_few_positions, "Own alone fails on sequences of 48 tokens: index out of range"),
+        (
+            _few_positions,
+            "Own alone, without a layout, fails on sequences of 48 tokens: pass a model",
+        ),
     ],
 )
 def test_modules_that_cannot_be_checked_are_refused(

@@ -26,8 +26,11 @@ def test_a_loss_that_is_not_finite_stays_readable(tmp_path):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"version": 1}, "version 1, this program reads version 2"),
-        ({"version": 1, "modes": [{}]}, "version 1, this program reads version 2"),  # other fields
+        ({"version": 1}, "of version 1, and this version of ISP reads version 2"),
+        (
+            {"version": 1, "modes": [{}]},
+            "of version 1, and this version of ISP reads version 2",
+        ),  # other fields
         ({"modes": [{}]}, "modes.0.mode"),
         ({"surprise": 1}, "surprise"),
     ],

@@ -73,7 +73,10 @@ def test_a_run_logs_the_size_of_its_host_buffers(tmp_path: Path) -> None:
     expected = input_bytes_on_host(
         load_config(job, OFFLOADED), load_config(job, OFFLOADED).topology(2), 0
     )
-    found = re.search(r"block inputs on the host: ([\d.]+) MiB of host memory in 6 buffers", told)
+    found = re.search(
+        r"inputs of recomputed blocks are kept in ([\d.]+) MiB of host memory in 6 buffers",
+        told,
+    )
     assert found is not None, told
     assert float(found[1]) == pytest.approx(expected / 2**20, abs=0.1)
 

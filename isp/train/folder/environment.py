@@ -87,7 +87,8 @@ class Environment:
 
 def _packages() -> dict[str, str]:
     """Return the versions of installed packages, by name, in alphabetical order."""
-    found = [d.metadata for d in distributions()]  # once: each access reads and parses the file
+    # Read `metadata` once for each package: every access reads and parses its file again.
+    found = [d.metadata for d in distributions()]
     named = [m for m in found if m["Name"]]  # leftovers of a broken installation have no name
     return {m["Name"]: m["Version"] for m in sorted(named, key=lambda m: m["Name"].lower())}
 
@@ -102,6 +103,6 @@ def _git_commit(file: Path) -> str | None:
             result = subprocess.run(git, capture_output=True, text=True, timeout=10)
             if result.returncode:
                 return None
-    except (OSError, subprocess.TimeoutExpired):  # no git, or a file system that hangs
+    except (OSError, subprocess.TimeoutExpired):  # git is missing, or its file system hangs
         return None
     return result.stdout.strip()

@@ -41,7 +41,7 @@ def run_logging(log_file: Path, *, rank: int, terminal: TextIO | None = None) ->
     with _attached(handlers), _thread_failures_to(file):
         try:
             yield
-        except SystemExit:  # an exit on purpose, not a failure to log
+        except SystemExit:  # It is an exit on purpose: log no failure.
             raise
         except BaseException as error:
             file.handle(_failure("the run ended by an exception", error))

@@ -131,7 +131,7 @@ class RunFolder:
         """
         run = cls(Path(path).absolute())
         if not run.path.is_dir():
-            raise ValueError(f"{run.path}: no such run to resume")
+            raise ValueError(f"{run.path}: no such run to resume: its folder is gone")
         with explained(f"job.dump_folder={run.path.parent.parent}"):
             run.check_written_on()
             run._prepare()
@@ -192,7 +192,7 @@ class RunFolder:
             launch = LaunchRecord(**json.loads(read_limited(self.launch_file)))
             has_time = math.isfinite(launch.at)
         except (OSError, ValueError, TypeError, OverflowError, RecursionError):
-            return None  # such a run is ordered by the time in its name
+            return None  # The caller then orders the run by the time in its name.
         return launch if has_time and isinstance(launch.finished_step, int | None) else None
 
     def write_launch(self, launch: LaunchRecord) -> None:
@@ -242,7 +242,7 @@ def _link_latest(path: Path) -> None:
         new.unlink(missing_ok=True)
         new.symlink_to(path.name, target_is_directory=True)
         os.replace(new, link)
-    except OSError as error:  # a file system without links, or a folder named `latest`
+    except OSError as error:  # the file system has no links, or `latest` is a folder
         new.unlink(missing_ok=True)
         logger.warning("cannot link %s to this run: %s", link, error.strerror)
 

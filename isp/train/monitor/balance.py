@@ -46,7 +46,7 @@ class ContextBalance:
         """Count the rows of a step's micro-batches."""
         for batch in batches:
             lengths = self._ranks.lengths(batch.tokens, batch.cu_seqlens)
-            imbalance = self._ranks.split(lengths).imbalance  # cached: the forward has split it
+            imbalance = self._ranks.split(lengths).imbalance  # the forward has cached it
             self._rows += 1
             self._sum += imbalance
             self._worst = max(self._worst, imbalance)

@@ -179,7 +179,7 @@ class StepOutputs:
 
     It is a context, which continues the files after `last_step`; entering and leaving it are
     collectives over `host`. Raises CheckpointError on all ranks if the metrics file cannot be
-    opened, is not one, or was removed meanwhile. The bar is shown on a terminal only.
+    opened, is not a metrics file, or was removed. The bar is shown on a terminal only.
 
     `last_record`: record of `last_step` from the checkpoint, to complete the file with.
     """
@@ -223,10 +223,14 @@ class StepOutputs:
         return self
 
     def _open(self) -> bool:
-        """Open the file, the trackers and the bar on rank 0; return the value of `lacks_last`."""
+        """Open the metrics file, the trackers and the progress bar; called on rank 0.
+
+        Returns True if the metrics file lacks the record of `last_step` or its evaluation.
+        """
         opened = self._stack
         lacks_last = self._find_missing()
-        # If the last record is missing, the caller writes it: the file ends one step earlier.
+        # If the record of `last_step` is missing, the caller writes it: open the file so that it
+        # ends one step earlier.
         last_step = self._last_step - lacks_last
         file = MetricsFile(self._folder.metrics_file, last_step=last_step)
         self._file = opened.enter_context(file)
@@ -240,7 +244,10 @@ class StepOutputs:
         return lacks_last
 
     def _find_missing(self) -> bool:
-        """Return the value of `lacks_last`; False without a saved record, as in a new run."""
+        """Return True if the metrics file lacks the record of `last_step` or its evaluation.
+
+        Returns False if the checkpoint has no record to add, as in a new run.
+        """
         if self._last_record is None:
             return False
         path, due = self._folder.metrics_file, evaluation_is_due(self._config, self._last_step)
@@ -253,5 +260,7 @@ class StepOutputs:
             what = f"writing the metrics in {self._folder.path}"
             attempt_first(self._host, what, self._stack.close)
         else:
-            with suppress(OSError):  # closing logs it; the first error is the one to raise
-                self._stack.__exit__(kind, *rest)  # trackers report that the run failed
+            # Suppress an error about the file, which is logged: the error that ended the run is
+            # the one to raise. The trackers get that error, and report that the run failed.
+            with suppress(OSError):
+                self._stack.__exit__(kind, *rest)

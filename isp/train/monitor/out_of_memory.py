@@ -100,10 +100,10 @@ class MemoryGuard:
         self._owners: Callable[[], Mapping[str, int]] = dict
 
     def watch(self, where: Callable[[], str], owners: Callable[[], Mapping[str, int]]) -> None:
-        """Set the functions that give the error its text: the rank's current work, and its owners.
+        """Set the functions that are called for the text of `OutOfMemory` when memory runs out.
 
-        Owners are as returned by `memory_owners`. Before this call, the error says that the model
-        was being built.
+        `where` returns what the rank is doing, in words; `owners` returns what takes the memory, as
+        `memory_owners` does. Before this call, the error says that the model was being built.
         """
         self._where, self._owners = where, owners
 
@@ -112,7 +112,7 @@ class MemoryGuard:
             record_memory_history(_HISTORY)
         elif self._snapshots is not None:
             logger.info(
-                "profiler.enable_memory_snapshot records CUDA memory, and this run is on CPU"
+                "profiler.enable_memory_snapshot has no effect on CPU: it records only CUDA memory"
             )
         return self
 

@@ -135,7 +135,7 @@ class Pace:
         mean = sum(self._steps) / len(self._steps)
         evaluations = self._times_left(step, self._eval_freq) if self._eval_freq else 0
         saves = self._times_left(step, self._save_interval) if self._save_interval else 1
-        # Saves but the last delay the run only until the state is copied (in async mode).
+        # In async mode, all saves but the last delay the run only until the state is copied.
         before_last = (saves - 1) * self._save + evaluations * self._evaluation
         return (self._total - step) * mean + before_last + self._last_save
 
@@ -179,7 +179,7 @@ def check_skips(
     skipped = optimizer.skipped_in_a_row
     if not limit or skipped < limit:
         return
-    with suppress(CheckpointError):  # logged already; older checkpoints are still there
+    with suppress(CheckpointError):  # The save has logged it; name an older one.
         checkpointer.wait()
     folder = checkpointer.folder
     before = [saved for saved in folder.steps() if saved <= step - skipped]

@@ -156,7 +156,8 @@ def _profile_mode(
         recorder.begin_step()  # ends the last measured step
         if options.with_torch:
             with torch_profiler(folder, step):
-                # Begin another recorded step: the one above only has the profiler's start.
+                # The recorded step that began above has only the start of torch.profiler: begin
+                # another one, for the step that is traced.
                 recorder.begin_step()
                 take(last)
                 recorder.begin_step()

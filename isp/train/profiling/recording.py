@@ -56,7 +56,7 @@ def recorder_for(step: TrainStep, device: torch.device) -> Recorder:
 @contextmanager
 def torch_profiler(folder: Path, step: TrainStep) -> Iterator[None]:
     """Context that runs torch.profiler and writes its trace to `folder`, for `write_profile`."""
-    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # else Kineto writes to stderr when it starts
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # keep Kineto from writing to stderr
     activities = [torch.profiler.ProfilerActivity.CPU]
     if torch.cuda.is_available():
         activities.append(torch.profiler.ProfilerActivity.CUDA)
@@ -143,7 +143,8 @@ def write_profile(
     )
     write_whole(folder / "profile.json", profile.to_json())
     write_trace(folder / "trace.json.gz", trace)
-    shutil.rmtree(folder / "torch", ignore_errors=True)  # from `torch_profiler` on each rank
+    # Remove the traces of torch.profiler, one for each rank: `trace.json.gz` now has their events.
+    shutil.rmtree(folder / "torch", ignore_errors=True)
     return profile
 
 

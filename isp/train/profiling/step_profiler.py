@@ -61,7 +61,8 @@ class StepProfiler:
         self._recorder.begin_step()
         if self.is_due(step) and self._config.profiler.with_torch:
             self._watching.enter_context(torch_profiler(self._folder(step), self._step))
-            self._recorder.begin_step()  # again: the start of the profiler is not part of the step
+            # Begin the step again: the time to start torch.profiler must not count as part of it.
+            self._recorder.begin_step()
 
     def is_due(self, step: int) -> bool:
         """Return True if `step` is profiled."""

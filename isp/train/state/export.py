@@ -86,7 +86,7 @@ def _export_adapter(
     """Write an adapter as PEFT does; its adapter_config.json names the folder of its base model."""
     section, trained = _model(weights.info, kept["model"]), kept["training"]["dtype"]
     assert section.adapter is not None
-    # Without the adapter that the run began from: the weights come from the checkpoint.
+    # Do not load the adapter that the run began from: its weights come from the checkpoint.
     section = replace(section, adapter=replace(section.adapter, folder=None))
     traced, out = language_model(section, trained, trains=False), dtype or trained
     check_shapes(weights.info, parameter_shapes(traced), {})
@@ -118,7 +118,9 @@ def _kept(info: CheckpointInfo) -> dict[str, Any]:
     """
     kept = info.manifest.shared.get("config")
     if not isinstance(kept, dict) or not isinstance(kept.get("model"), dict):
-        raise ValueError(f"{info.path} does not record its model")
+        raise ValueError(
+            f"{info.path} does not record its model: only checkpoints of `isp train` do"
+        )
     known = {
         "model.hf": lambda found: found is None or isinstance(found, str),
         "model.hf_overrides": lambda found: found is None or isinstance(found, dict),
@@ -161,7 +163,8 @@ def _plan(
     if kept["model"].get("hf") is not None:
         if source is None:
             raise ValueError(
-                f"model.hf={kept['model']['hf']} no longer exists: its {CONFIG_FILE} is needed"
+                f"model.hf={kept['model']['hf']} no longer exists, but its {CONFIG_FILE} is needed:"
+                " put the folder back there"
             )
         return _plan_as_named(weights, source, dtype, kept["model"].get("hf_overrides"))
     section = _model(weights.info, kept["model"])
@@ -266,7 +269,7 @@ def _copy_companions(kept: Mapping[str, Any], source: Path | None, folder: Path)
     from isp.models.huggingface.weight_files import copy_tokenizer
 
     if source is not None:
-        for code in source.glob("*.py"):  # code of models that transformers does not include
+        for code in source.glob("*.py"):  # needed for models that transformers lacks
             copy_regular(code, folder / code.name)
         copy_tokenizer(source, folder)
         if any(folder.glob("tokenizer*")):

@@ -173,8 +173,9 @@ def open_run(config: JobConfig, topology: Topology) -> Iterator[Start]:
         with ExitStack() as starting:
             with explained(f"job.dump_folder={job.dump_folder}"):
                 job_folder.mkdir(parents=True, exist_ok=True)
-                # Another name than `.lock` of a folder of checkpoints: checkpoint.folder may be
-                # this folder, and the start would then be refused by its own lock.
+                # The file must not have the name of the lock on a folder of checkpoints, `.lock`:
+                # checkpoint.folder may be this folder, and the lock taken here would then refuse
+                # the lock that this start takes on its checkpoints.
                 other = "another start of this job, which may be copying from checkpoint.upload_to"
                 starting.enter_context(folder_lock(job_folder, ".start.lock", waits_for=other))
             start = held.enter_context(_claimed(config, topology, makes=True))
@@ -183,10 +184,13 @@ def open_run(config: JobConfig, topology: Topology) -> Iterator[Start]:
             else:
                 folder = RunFolder.reopen(start.folder.path)
             start = replace(start, folder=folder)
-            if not start.resumes:  # `_claimed` could not lock this folder, which is made just now
+            # `_claimed` has locked `checkpoint.folder`, or an existing run's folder of checkpoints.
+            # That of a new run was created above: lock it now.
+            if not start.resumes:
                 start = replace(start, checkpoints=folder.checkpoint_folder)
                 held.enter_context(_locked(start.checkpoints))
-            if start.launched_at is None:  # else these ranks were restarted: same launch as before
+            # `launched_at` is set if torchrun has restarted these ranks: the launch stays the same.
+            if start.launched_at is None:
                 at = launch_time(job)
                 folder.write_launch(LaunchRecord(launch_id(), at, launcher=launcher()))
                 start = replace(start, launched_at=at)
@@ -221,8 +225,8 @@ def _find(config: JobConfig, topology: Topology | None) -> Start:
         # The path may go through the link `latest`, which this start will point to its own run.
         given = Path(checkpoint.folder).resolve()
 
-    # 1. Restarted ranks stay in their run, whatever auto_resume and load_step say, and also if the
-    # run has finished [Note: Restarts].
+    # Case 1: torchrun has restarted the ranks. They stay in their run, whatever auto_resume and
+    # load_step say, and also if the run has finished [Note: Restarts].
     if (restarted := _restarted_run(job)) is not None:
         run, launch = restarted
         return Start(
@@ -237,7 +241,7 @@ def _find(config: JobConfig, topology: Topology | None) -> Start:
     load_step = checkpoint.load_step
     may_resume = checkpoint.auto_resume or load_step is not None
 
-    # 2. With `checkpoint.folder`, a new run resumes from the checkpoints in it.
+    # Case 2: `checkpoint.folder` is set. A new run resumes from the checkpoints in it.
     if given is not None:
         steps = CheckpointFolder(given).steps()
         if steps and not may_resume:
@@ -248,7 +252,8 @@ def _find(config: JobConfig, topology: Topology | None) -> Start:
             )
         return Start(folder=new, is_new=True, checkpoints=given, resumes=True)
 
-    # 3. The last launched run of the job that has checkpoints [Note: Order of runs].
+    # Case 3: the job has a run with checkpoints. Continue the one that was launched last
+    # [Note: Order of runs].
     new_start = Start(folder=new, is_new=True, checkpoints=new.checkpoint_folder, resumes=False)
     for run in earlier_runs(job) if may_resume else ():
         found = Start(folder=run, is_new=False, checkpoints=run.checkpoint_folder, resumes=True)
@@ -268,10 +273,11 @@ def _find(config: JobConfig, topology: Topology | None) -> Start:
     if load_step is not None:
         raise ValueError(
             f"checkpoint.load_step={load_step}: no run of job.name={job.name} under"
-            f" job.dump_folder={job.dump_folder} has a checkpoint"
+            f" job.dump_folder={job.dump_folder} has a checkpoint: leave load_step out, or correct"
+            f" job.name"
         )
 
-    # 4. A new run.
+    # Case 4: there is no run to continue. Make a new one.
     return new_start
 
 
@@ -334,9 +340,10 @@ def _restarted_run(job: JobSection) -> tuple[RunFolder, LaunchRecord] | None:
         launch = run.launch()
         if launch is None or launch.id != launch_id():
             continue
-        # Launches may have the same name ("none"), so a count of restarts is taken to be about the
-        # newest run. One process may launch several times; on one machine, a count of 0 shows that
-        # this is a launch and not a restart.
+        # `run` is the run of these ranks if the same torchrun process started it. But one process
+        # may launch several times: on one machine, a restart count of 0 means a new launch. If
+        # another process started it, as on another machine, ranks with a restart count belong to
+        # the newest run only, since several launches may have the same id ("none").
         is_same = own and launch.launcher == own and (counted or not on_one_machine)
         if is_same or (counted and number == 0):
             return run, launch
@@ -454,7 +461,7 @@ def _filled(start: Start, checkpoint: CheckpointConfig) -> Start:
     if copied is None and load_step is not None:
         raise ValueError(
             f"checkpoint.load_step={load_step}: neither {folder} nor checkpoint.upload_to={url} has"
-            " such a checkpoint"
+            " such a checkpoint: name a step of one that exists, or leave load_step out"
         )
     warnings = [start.note, *(f"passed over in {url}: {fault}" for fault in faults)]
     return replace(start, copied=copied, note="\n".join(filter(None, warnings)))
@@ -468,7 +475,7 @@ def _check(start: Start, config: JobConfig, topology: Topology) -> None:
     info, is_own = _first_checkpoint(start, config.checkpoint, preview)
     if info is None:
         return
-    # Of a checkpoint of which only the weights are loaded, step and data do not matter.
+    # If only the weights of a checkpoint are loaded, its step and its data do not matter.
     if is_own or not config.checkpoint.initial_load_model_only:
         if info.step > config.training.steps:
             raise ValueError(

@@ -111,7 +111,7 @@ class RunCheckpoints:
     def load_weights(self, info: CheckpointInfo) -> None:
         """Load only the weights of a checkpoint, of any run of this model, to begin at step 0."""
         self._saved.load(self.checkpointer, info, weights_only=True)
-        logger.info("begins at step 0 with the weights of %s", info.describe())
+        logger.info("the run begins at step 0 with the weights of %s", info.describe())
 
     def load(self, info: CheckpointInfo) -> Progress:
         """Load a checkpoint, log how its run's configuration differs, and return its progress.
@@ -212,15 +212,15 @@ def compare(
     lines: list[str] = []
     refused: list[str] = []
     keys = KeyTable.of(JobConfig)
-    # URLs are compared without signatures, which change while the data stays the same. Checkpoints
-    # of earlier versions have them, so remove them from these too.
+    # URLs are compared without signatures, which change while the data stays the same. Remove them
+    # on both sides: configurations that earlier versions saved still have signatures.
     here_now = to_plain(config, redact=True)
     for key, there, here in keys.differences(redacted_values(saved), here_now):
         if key == "data.add_bos" and not takes_bos(config.data):
-            continue  # without a BOS in the data, the key changes no token
+            continue  # The key changes no token of this data, so a difference is no change.
         line = f"{key}: {there} there, {here} now"
-        # Keys of the model and of the data may not change. Keys that this version does not know
-        # (role None) may be such keys, so they may not either.
+        # Keys of the model and of the data must not change. This version does not know what a key
+        # with role None decides, so such a key must not change either.
         role = keys.role(tuple(key.split(".")))
         makes_another = role in (KeyRole.MODEL, KeyRole.DATA, None)
         (refused if makes_another else lines).append(line)
@@ -245,9 +245,10 @@ def check_changes(info: CheckpointInfo, config: JobConfig, topology: Topology) -
         listed = "".join(f"\n  {line}" for line in refused)
         raise ValueError(
             f"{info.path} is of a run with another model, or other data:{listed}\n"
-            "for a run of its own use another job.name (or checkpoint.folder) or"
-            f" checkpoint.auto_resume=false, and checkpoint.initial_load_path={info.path} to begin"
-            " from these weights; to resume with the changes, checkpoint.allow_changes=true"
+            "To start a new run, use another job.name (or checkpoint.folder) or"
+            " checkpoint.auto_resume=false; to start it with the weights of this checkpoint, also"
+            f" checkpoint.initial_load_path={info.path}. To resume this run in spite of the"
+            " differences, use checkpoint.allow_changes=true."
         )
     return [*refused, *lines]
 
