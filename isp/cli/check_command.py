@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from isp.parity.layouts import Layout
 
 from isp.cli.options import Run
-from isp.cli.output import say
+from isp.cli.output import say, say_progress
 
 __all__ = ["add_options"]
 
@@ -94,6 +94,7 @@ def _prepare(args: argparse.Namespace) -> tuple[Check, list[Layout]]:
             "model.adapter: isp check verifies model.hf without adapters: leave it out"
         )
     blocks = num_blocks(most_stages(args.layouts), keys.model)
+    say_progress(f"checking {args.config}: making a small copy of its model")
     subject = (
         Subject.of_decoder(keys.model, blocks)
         if folder is None

@@ -15,7 +15,7 @@ from isp.cli.options import (
     not_negative,
     positive,
 )
-from isp.cli.output import say
+from isp.cli.output import say, show_progress
 from isp.utils.files import write_whole
 
 if TYPE_CHECKING:
@@ -169,7 +169,7 @@ def _evaluate(
     from isp.cli.launch import without_nproc
     from isp.core.comm import Mesh, World
     from isp.core.mesh import Topology
-    from isp.evaluation.evaluate import describe, find_passkeys, text_losses
+    from isp.evaluation.evaluate import Track, describe, find_passkeys, text_losses
     from isp.metrics.evaluation import EVALUATION_FILE, Evaluation
     from isp.step.setup import device_of
 
@@ -178,6 +178,8 @@ def _evaluate(
     with World(device) as world:
         mesh = Mesh(Topology.create(layout.ranks, layout.parallel), world.rank)
         engine = source.engine(layout.parallel, mesh, device)
+        # All ranks run the same loops; one of them shows how far they are.
+        track: Track = show_progress if world.rank == 0 else lambda numbers, _: numbers
         if rows is not None:
             text = text_losses(
                 engine,
@@ -186,6 +188,7 @@ def _evaluate(
                 rows=args.rows,
                 batch_tokens=args.batch_tokens,
                 source=rows.name,
+                track=track,
             )
         lengths = [length for length in args.lengths if length >= prompts.shortest]
         if args.keys and lengths:
@@ -198,6 +201,7 @@ def _evaluate(
                 keys=args.keys,
                 seed=args.seed,
                 batch_tokens=args.batch_tokens,
+                track=track,
             )
         if world.rank != 0:
             return

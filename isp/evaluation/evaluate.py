@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -26,7 +26,19 @@ from isp.evaluation.source import Source
 from isp.metrics.evaluation import BUCKET_COLUMNS, Evaluation, Passkeys, PositionBucket, TextLosses
 from isp.profile.table import aligned
 
-__all__ = ["TextRows", "count_found", "describe", "find_passkeys", "open_rows", "text_losses"]
+__all__ = [
+    "TextRows",
+    "Track",
+    "count_found",
+    "describe",
+    "find_passkeys",
+    "open_rows",
+    "text_losses",
+]
+
+
+Track = Callable[[Sequence[int], str], Iterable[int]]
+"""Returns numbers unchanged while it shows, under a name, how many of them are done."""
 
 
 class TextRows(NamedTuple):
@@ -72,6 +84,7 @@ def text_losses(
     rows: int,
     batch_tokens: int,
     source: str,
+    track: Track = lambda numbers, _: numbers,
 ) -> TextLosses:
     """Return losses by position of the first `rows` samples, each `lengths[-1]` tokens long.
 
@@ -83,13 +96,12 @@ def text_losses(
     longest = lengths[-1]
     sums, counts = torch.zeros(2, longest, dtype=torch.float64)
     rows = min(rows, dataset.samples_per_epoch)
-    for batch in held_out_micro_batches(
-        dataset,
-        micro_bsz=min(rows, max(1, batch_tokens // longest)),
-        data_rank=0,
-        data_size=1,
-        max_samples=rows,
-    ):
+    micro_bsz = min(rows, max(1, batch_tokens // longest))
+    batches = held_out_micro_batches(
+        dataset, micro_bsz=micro_bsz, data_rank=0, data_size=1, max_samples=rows
+    )
+    numbers = track(range(-(-rows // micro_bsz)), "batches of text")
+    for _, batch in zip(numbers, batches, strict=True):
         sums += engine.losses(batch).double().sum(0).cpu()
         counts += (batch.labels != IGNORE_INDEX).sum(0)
     buckets = tuple(_bucket(sums, counts, *ends) for ends in pairwise([0, *lengths]))
@@ -115,6 +127,7 @@ def find_passkeys(
     keys: int,
     seed: int,
     batch_tokens: int,
+    track: Track = lambda numbers, _: numbers,
 ) -> Passkeys:
     """Return how many passkeys the model finds: of `keys` prompts at each length and depth.
 
@@ -128,13 +141,16 @@ def find_passkeys(
         batches = (cell[i : i + count] for i in range(0, keys, count))
         return sum(count_found(engine, source, batch) for batch in batches)
 
+    # All depths of a length, then the next length: short prompts come first.
+    numbers = track(range(len(lengths) * len(depths)), "passkeys of a length and depth")
+    counts = [found(lengths[i // len(depths)], depths[i % len(depths)]) for i in numbers]
     return Passkeys(
         digits=prompts.digits,
         keys=keys,
         seed=seed,
         lengths=tuple(lengths),
         depths=tuple(depths),
-        found=tuple(tuple(found(length, depth) for depth in depths) for length in lengths),
+        found=tuple(tuple(counts[i : i + len(depths)]) for i in range(0, len(counts), len(depths))),
     )
 
 
