@@ -63,10 +63,6 @@ class PacedAttention(CpuAttention):
         time.sleep(_BACKWARD * self._seconds(q.unsqueeze(0), rest[-1]))
         return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
 
-    def sleep(self, number: int) -> None:
-        """Sleep for `number` pairs, which the caller has multiplied by heads and `_BACKWARD`."""
-        time.sleep(self.seconds_a_pair * number)
-
     def _seconds(self, q: Tensor, mask: AttentionMask) -> float:
         """Return the sleep of a forward with `q` [B, S, H, d]."""
         rows = [q.shape[1]] * q.shape[0]
