@@ -84,7 +84,8 @@ def measure(rank: int, world: int, options: argparse.Namespace) -> None:
     times: Times = {name: [] for name in names}
     for i in range(options.warmup + options.steps):
         for name in names[i % len(names) :] + names[: i % len(names)]:
-            dist.barrier()  # so that a rank does not wait for others in the timed part
+            # Begin together, so that no rank waits for a later one in the timed part.
+            dist.barrier()
             begin = time.perf_counter(), time.process_time()
             steps[name](x)
             end = time.perf_counter(), time.process_time()

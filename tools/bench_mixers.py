@@ -140,7 +140,10 @@ WAYS: dict[str, Scan] = {"heads": scan_by_heads, "state": scan_by_state, "gather
 
 
 class MixersBench(Bench):
-    """The part of one rank in the table for one world size."""
+    """What one rank does to make the table for one number of ranks.
+
+    Every rank makes one and calls `run`; rank 0 prints the table.
+    """
 
     def __init__(self, rank: int, world: int, options: argparse.Namespace, wires: Wires | None):
         self.rank, self.world, self.options, self.wires = rank, world, options, wires
@@ -224,7 +227,8 @@ class MixersBench(Bench):
     def _compare(self, name: str, kind: Kind) -> None:
         """Time all ways at all lengths; rank 0 prints the line of the table."""
         sample = kind.inputs(1)
-        # By heads, bytes are proportional to the tokens: measure them for a short document.
+        # If the scan is split by heads, the bytes are proportional to the tokens, so a short
+        # document shows where they cross those of a scan by state.
         unit = 2 * self.world
         planned = received_bytes(kind.recurrence, sample, self._placement((unit,)))
         by_state = planned[SequenceScan.STATE]
@@ -275,7 +279,10 @@ def _leaves(inputs: Inputs) -> tuple[list[Tensor], Inputs]:
 
 
 def _given(scan: Scan, recurrence: Recurrence, placement: Placement, inputs: Inputs) -> Tensor:
-    """Call `scan`, with `inputs` as the last argument, for `partial`."""
+    """Call `scan` with its arguments in another order.
+
+    `inputs` are the last argument, so `partial` can set all others.
+    """
     return scan(recurrence, inputs, placement)
 
 
@@ -291,7 +298,11 @@ def _with_gradients(
 
 
 def _zero(lengths: list[int], differences: list[float]) -> float:
-    """Return the length at which the least-squares line through the differences is zero."""
+    """Return the length at which two ways take the same time.
+
+    `differences` has the difference of their times for each of `lengths`; the result is where the
+    least-squares line through them is zero.
+    """
     slope, start = np.polyfit(lengths, differences, 1)
     return float(-start / slope)
 
