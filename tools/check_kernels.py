@@ -100,12 +100,14 @@ def calls_of(folder: Path) -> list[Call]:
     Raises ValueError if the source names a module of a package, and no call of it is found.
     """
     texts = {path: path.read_text() for path in sorted(folder.rglob("*.py"))}
-    mentions = re.compile(rf"\b({'|'.join(_PACKAGES)})(_|\b)")  # parsing all takes 10 times as long
+    # Parse only files that mention a package: to parse all would take 10 times as long.
+    mentions = re.compile(rf"\b({'|'.join(_PACKAGES)})(_|\b)")
     trees = {path: ast.parse(text) for path, text in texts.items() if mentions.search(text)}
     named = {name for tree in trees.values() for name in _modules_named(tree)}
     arguments: dict[str, list[list[ast.expr]]] = {}
     for call in (x for tree in trees.values() for x in ast.walk(tree) if isinstance(x, ast.Call)):
-        for place, called in enumerate([call.func, *call.args][:2]):  # C(..) or partial(C, ..)
+        # Find the arguments of each class C, in `C(..)` and in `partial(C, ..)`.
+        for place, called in enumerate([call.func, *call.args][:2]):
             if isinstance(called, ast.Name):
                 arguments.setdefault(called.id, []).append(call.args[place:])
     calls: list[Call] = []
@@ -238,7 +240,7 @@ def _calls_by(scope: _Scope, name: str, where: str) -> Iterator[tuple[Any, ...]]
 
 
 def _variable(node: ast.expr) -> str:
-    """Return the variable that an expression such as `g.to(wide).unsqueeze(0)` is made of."""
+    """Return the variable at the start of an expression: g of `g.to(wide).unsqueeze(0)`."""
     while isinstance(node, ast.Call | ast.Attribute | ast.Subscript):
         node = node.func if isinstance(node, ast.Call) else node.value
     return ast.unparse(node)
@@ -248,7 +250,8 @@ def _unpacked(parent: ast.AST) -> int | None:
     """Return how many values the code around a call expects; None: unknown from the source."""
     if isinstance(parent, ast.Assign) and isinstance(parent.targets[0], ast.Tuple):
         return len(parent.targets[0].elts)
-    # One value in kernel(..)[0]: that is the first sequence of a batch. ISP unpacks tuples by name.
+    # `kernel(..)[0]` expects one value, the batch, whose first sequence it takes: ISP never indexes
+    # a tuple of results, but unpacks it into names.
     return 1 if isinstance(parent, ast.AnnAssign | ast.Subscript | ast.Attribute) else None
 
 
@@ -328,7 +331,10 @@ def _file_of(root: Path, module: str) -> Path | None:
 
 
 def _own_nodes(node: ast.AST) -> Iterator[ast.AST]:
-    """Yield the nodes below one, without those inside of functions and classes."""
+    """Yield the nodes below `node`.
+
+    What is inside of a function or class below it is left out.
+    """
     for child in ast.iter_child_nodes(node):
         yield child
         if not isinstance(child, ast.FunctionDef | ast.ClassDef | ast.Lambda):

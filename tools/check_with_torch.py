@@ -44,7 +44,11 @@ def length(spans: Iterable[Span]) -> float:
 
 
 def shares(events: list[dict[str, Any]]) -> Iterator[tuple[int, float, float]]:
-    """Yield for each rank with kernels: number, percent of the step exposed by torch, by ISP."""
+    """Yield for each rank that ran kernels a tuple: rank, and two percentages of the step.
+
+    Both say for how much of the step communication was exposed: first as the events of
+    torch.profiler show it, then as ISP's do.
+    """
     slices = [e for e in events if e.get("ph") == "X"]
     for rank in sorted({e["pid"] for e in slices if e["pid"] < _TORCH}):
         own = [e for e in slices if e["pid"] == rank]
