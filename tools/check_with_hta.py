@@ -87,7 +87,8 @@ def as_gpu_trace(timeline: dict[str, Any]) -> list[dict[str, Any]]:
         for c in collectives
     ]
     end, reached = max([timeline["end_ms"], *(c["end_ms"] for c in collectives)]), zero
-    # Add a compute event from the end of each wait to the beginning of the next one.
+    # Compute runs while no wait blocks: add an event from the end of each blocked wait to the
+    # beginning of the next one, one before the first wait, and one after the last.
     for c in sorted(collectives, key=lambda c: c["wait_ms"]):
         if c["wait_ms"] > reached:
             kernels.append(("compute", _COMPUTE_STREAM, reached, c["wait_ms"]))
