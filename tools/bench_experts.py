@@ -52,7 +52,7 @@ WAYS = {
     "exchange in 2": ExpertConfig(size=4, num_chunks=2),
 }
 PARTS = (0.5, 0.75, 1.0, 1.25, 1.5, 2.0)
-"""The measured numbers of tokens of a rank, divided by the crossing."""
+"""The measured numbers of tokens of a rank, each divided by `planned_crossing()`."""
 UNLIMITED = 1e15
 """Bytes per second of a link that takes no time."""
 

@@ -186,7 +186,10 @@ def draw(found: dict[str, list[Row]], path: Path) -> None:
 
 
 def main() -> int:
-    """Measure or time the chosen rungs; return 1 if one failed other than by lack of memory."""
+    """Measure or time the chosen rungs of `RUNGS`.
+
+    Returns 1 if one failed for another reason than a lack of memory.
+    """
     parser = argparse.ArgumentParser(
         description=__doc__,
         epilog=f"{COLUMNS}\nOther arguments, such as --model.preset=tiny, set configuration keys.",

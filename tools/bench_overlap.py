@@ -433,7 +433,9 @@ def run_ranks(world: int, options: argparse.Namespace, *, bench: type[Bench] = B
                     break
                 time.sleep(0.1)
             if failed := {r: p.exitcode for r, p in enumerate(ranks) if p.exitcode}:
-                raise SystemExit(f"error: ranks failed, exit codes by rank: {failed}")
+                raise SystemExit(
+                    f"error: ranks failed (exit codes by rank: {failed}): see their errors above"
+                )
         finally:
             for process in ranks:
                 process.kill()

@@ -54,17 +54,17 @@ LAYOUTS = (
 )
 
 OF_MIXERS = (Layout(1, 3), Layout(3, 1), Layout(3, 3), Layout(3, 1, context=3))
-"""Besides, of models that convolve or scan: heads that do not divide by the ranks."""
+"""More layouts for models with convolutions or scans: their heads do not divide by 3 ranks."""
 
 SPLIT = tuple(Layout(t, 1, m) for m in (Mode.MTP, Mode.MSP, Mode.FSP) for t in (2, 4))
-"""Of models whose tensor-parallel plan does."""
+"""Layouts for models that have a tensor-parallel plan."""
 
 SPREAD = (
     Layout(2, 4, expert=2),
     Layout(4, 4, expert=4),
     *(Layout(2, 1, m, expert=2) for m in (Mode.MTP, Mode.MSP, Mode.FSP)),
 )
-"""Of models with experts."""
+"""Layouts for models with experts."""
 
 _DRAFTS = "it drafts for another model, and is called with that model's keys"
 
@@ -78,7 +78,7 @@ _UNTRIED = {
     "musicgen": _DECODERS,
     "musicgen_melody": _DECODERS,
 }
-"""Why no small model can be made by the configuration alone."""
+"""For each type that is not tried, why its configuration alone gives no small model."""
 
 
 _REFUSED = {
@@ -89,7 +89,7 @@ _REFUSED = {
     "xlstm": "the exponential gates of its recurrence (mLSTM) are scaled by a running maximum, for"
     " which isp has no scan",
 }
-"""More precise reasons than the error's, of what is refused."""
+"""Reasons for refused types that say more than the error that refuses them."""
 
 
 class Fact(NamedTuple):
@@ -263,8 +263,8 @@ def has_unknown_code(architecture: str) -> bool:
     """
     try:
         return bool(unknown_code(tiny_model(config_of(architecture))))
-    # Without a small model there is nothing to compare.
     except ValueError:
+        # Without a small model there is nothing to compare.
         return False
 
 
@@ -389,9 +389,9 @@ def layouts_of(subject: Subject) -> list[Layout]:
 def jobs_of(subject: Subject, names: str) -> Iterator[tuple[Check, list[Layout]]]:
     """Yield the comparisons of a model, each with its layouts.
 
-    A model with scans is compared twice: scans split by heads, and by state. `names` lists the
-    layouts to compare; empty: all. Listed layouts in which the model cannot be split are left out.
-    Raises ValueError if none is left, with the reason against the first one.
+    `names` lists the layouts to compare. Those in which the model cannot be split are left out;
+    raises ValueError if none is left, with the reason against the first one. If `names` is empty,
+    all layouts are compared, for a model with scans twice: split by heads, and by state.
     """
     if names:
         listed, _ = listed_layouts(names, subject, ParallelConfig())

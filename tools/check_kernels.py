@@ -119,7 +119,10 @@ def calls_of(folder: Path) -> list[Call]:
                 if isinstance(function, ast.FunctionDef):
                     calls += _calls_of_loaded(_Scope(function, owner, arguments), where)
     if unseen := named - {call.module for call in calls}:
-        raise ValueError(f"isp names {', '.join(sorted(unseen))}, and no call of it was found")
+        raise ValueError(
+            f"isp names {', '.join(sorted(unseen))}, but this program found no call of it: let"
+            " `calls_of` find the call, or load the kernel in a way that it knows"
+        )
     return sorted(calls)
 
 
@@ -213,13 +216,17 @@ def _calls_of_loaded(scope: _Scope, where: str) -> Iterator[Call]:
         found = [*_calls_by(scope, ast.unparse(target), where)] if loaded else []
         if loaded and not found:
             raise ValueError(
-                f"{where}: loads {ast.unparse(target)} ({loaded}), but no call of it was found"
+                f"{where}: loads {ast.unparse(target)} ({loaded}), but no call of it was found:"
+                " call that variable or attribute in the same function or class"
             )
         yield from (Call(*kernel, *call) for kernel in loaded for call in found)
 
 
 def _calls_by(scope: _Scope, name: str, where: str) -> Iterator[tuple[Any, ...]]:
-    """Yield place, arguments and results of each call of the variable or attribute `name`."""
+    """Yield a tuple for each call of the variable or attribute `name`.
+
+    It has the place, the positional arguments, the keywords and the number of expected results.
+    """
     among = [scope.node]
     if name.startswith("self.") and scope.owner is not None:
         among = [x for x in scope.owner.body if isinstance(x, ast.FunctionDef)]
@@ -230,7 +237,10 @@ def _calls_by(scope: _Scope, name: str, where: str) -> Iterator[tuple[Any, ...]]
                 if not (isinstance(call, ast.Call) and ast.unparse(call.func) == name):
                     continue
                 if not (lists := inside.positional(call)):
-                    raise ValueError(f"{where}: cannot find the arguments of `{ast.unparse(call)}`")
+                    raise ValueError(
+                        f"{where}: cannot find the arguments of `{ast.unparse(call)}`: pass"
+                        " tuples that are written in this function after `*`"
+                    )
                 keywords: list[str] = []
                 for keyword in call.keywords:
                     given = keyword.arg

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 TOLERANCE = 2.0
-"""Percentage points."""
+"""The largest difference of two percentages, in percentage points."""
 _COMPUTE_STREAM = 7
 _FIRST_CHANNEL_STREAM = 20
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 TOLERANCE = 2.0
-"""Percentage points."""
+"""The largest difference of two percentages, in percentage points."""
 _TORCH = 1_000_000
 """The first process number of torch.profiler's events in the trace; each rank has a thousand."""
 _COMPUTE_LANE, _WAITS_LANE = 1, 2

@@ -44,8 +44,8 @@ from model.config import ModelConfig
 RANKS, BATCH, LENGTH, SEED = 2, 2, 64, 42
 STEPS, RATE = 20, 3e-4
 TOLERANCES = 1e-5, 5e-3
-"""Absolute and relative tolerances of `allclose`: of both mixins, and of older versions of the
-tensor-parallel one."""
+"""Tolerances of `allclose`, each both absolute and relative: that of transformers' tensor-parallel
+and FSDP tests, and that of older versions of the tensor-parallel tests."""
 
 TESTER = {
     "vocab_size": 100, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2,
@@ -54,13 +54,13 @@ TESTER = {
     "moe_intermediate_size": 16, "shared_expert_intermediate_size": 36, "num_experts_per_tok": 2,
     "num_experts": 8,
 }  # fmt: skip
-"""Sizes of transformers' CausalLMModelTester (`_TEXT_MODEL_TESTER_DEFAULTS` of 5.23); the mixin
-rounds the vocabulary of 99 up to the ranks. Keys that a configuration lacks are left out."""
+"""Sizes of transformers' CausalLMModelTester (`_TEXT_MODEL_TESTER_DEFAULTS` of 5.23). Its
+tests round the vocabulary of 99 up to the ranks. Keys that a configuration lacks are left out."""
 FSDP_TESTER = {
     "vocab_size": 256, "hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4,
     "num_key_value_heads": 4, "moe_intermediate_size": 32,
 }  # fmt: skip
-"""Sizes that the FSDP mixin sets in `_get_tiny_config`."""
+"""Sizes that transformers' class of FSDP tests sets in `_get_tiny_config`."""
 
 MODELS: dict[str, dict[str, Any]] = {
     # These sizes are not those of transformers' tests: windows of 16, as 64 tokens would not reach
@@ -104,9 +104,9 @@ class Case(NamedTuple):
     work: str = ""
     """An empty folder that all ranks may write."""
     theirs: dict[str, Any] | None = None
-    """Keys of transformers' DistributedConfig."""
+    """Keys of transformers' DistributedConfig; None: transformers does not shard the model."""
     ours: ParallelConfig | None = None
-    """The layout of ISP."""
+    """The layout in which ISP shards the model; None: ISP does not run it."""
 
 
 class Found(NamedTuple):

@@ -64,7 +64,7 @@ class PacedAttention(CpuAttention):
         return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
 
     def _seconds(self, q: Tensor, mask: AttentionMask) -> float:
-        """Return the sleep of a forward with `q` [B, S, H, d]."""
+        """Return for how many seconds a forward with `q` [B, S, H, d] sleeps."""
         rows = [q.shape[1]] * q.shape[0]
         packed = mask.cu_seqlens is not None
         lengths, keys = (mask.lengths, mask.key_lengths) if packed else (rows, rows)

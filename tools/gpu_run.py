@@ -222,7 +222,8 @@ def end_group(process: subprocess.Popen[Any]) -> None:
         with suppress(subprocess.TimeoutExpired):
             process.wait(timeout=5)
         os.killpg(process.pid, signal.SIGKILL)
-    with suppress(subprocess.TimeoutExpired):  # a killed process can hang in the driver
+    # Do not wait longer: even a killed process can hang in the driver.
+    with suppress(subprocess.TimeoutExpired):
         process.wait(timeout=5)
 
 

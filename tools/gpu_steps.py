@@ -315,7 +315,7 @@ def write_whole(path: Path, text: str) -> None:
 
 
 def tests_of(kind: str) -> list[str]:
-    """Return the test files of a kind: nccl (marked so), kernel (`KERNELS`) or gpu (the others).
+    """Return the test files of a kind: nccl (with this mark), kernel (in `KERNELS`), gpu (others).
 
     Naming them saves time: collecting all tests takes longer than running these.
     """

@@ -76,12 +76,12 @@ class Paced(WPCommunicator):
 
     @property
     def route(self) -> WeightGradientRoute | None:  # type: ignore[override]
-        """`route` of the wrapped communicator: the way of its weight gradients to their buffers."""
+        """`route` of the wrapped communicator: it takes the factors of weight gradients."""
         return self.communicator.route
 
     @property
     def product_sink(self) -> ProductSink | None:  # type: ignore[override]
-        """`product_sink` of the wrapped communicator: adds weight gradients as products, if any."""
+        """`product_sink` of the wrapped communicator: it multiplies weight gradients."""
         return self.communicator.product_sink
 
     def pass_by(self, key: Hashable) -> None:
