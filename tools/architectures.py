@@ -40,7 +40,7 @@ _ENCODERS = """bert bert-generation big_bird camembert data2vec-text electra ern
 rembert roberta roberta-prelayernorm roformer xlm-roberta xlm-roberta-xl"""
 
 _GIVEN: dict[str, dict[str, Any]] = {
-    # Without these keys the default configuration cannot be built, or not at its default sizes.
+    # transformers cannot build the default configurations of these types: they need these keys.
     "bamba": {"attn_layer_indices": [9, 18, 27]},
     "dbrx": {"attn_config": {"kv_n_heads": 8, "rope_theta": 500000, "clip_qkv": 8}},
     "deepseek_v2": {"first_k_dense_replace": 1, "num_experts_per_tok": 6},
@@ -63,7 +63,8 @@ _GIVEN: dict[str, dict[str, Any]] = {
     "recurrent_gemma": {"block_types": ["recurrent", "attention"]},
     "reformer": {**_DECODER, "axial_pos_embds": False},
     "xlstm": {"embedding_dim": 32, "hidden_size": 32, "num_heads": 4},
-    # Encoders with causal attention: only in this form do they have a causal language model.
+    # These types are encoders by default. With `is_decoder` they have causal attention, as their
+    # causal language model needs.
     **dict.fromkeys(_ENCODERS.split(), _DECODER),
     "xmod": {**_DECODER, "default_language": "en_XX"},
     "roc_bert": {
@@ -141,8 +142,8 @@ _TEXT_PARTS: dict[str, dict[str, Any]] = {
     "mistral_large4 (text part, shared)": {
         "text_config": {
             "indexer_types": _INDEXER_TYPES,
-            # In each group of 8 layers, layers with positions read the keys of the group's first
-            # layer, and layers without positions (each fourth) those of its fourth.
+            # In each group of 8 layers, every fourth layer has no rotary positions and reads the
+            # keys of the group's fourth layer. All others read the keys of the group's first layer.
             "kv_source_layers": [i - i % 8 + (3 if i % 4 == 3 else 0) for i in range(72)],
         }
     },
@@ -167,7 +168,8 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
         **_GIVEN,
         **_TEXT_PARTS,
     }.items()
-    if name.split()[0] in CONFIG_MAPPING_NAMES  # older releases lack some types
+    # Leave out the types that the installed release of transformers lacks.
+    if name.split()[0] in CONFIG_MAPPING_NAMES
 }
 """The causal types of the installed transformers, each with the keys that complete its defaults.
 

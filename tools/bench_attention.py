@@ -117,8 +117,8 @@ def their_attention(local: LocalAttention, mask: AttentionMask) -> Callable[...,
     import deepspeed.comm.comm as their_comm
     from deepspeed.sequence.layer import DistributedAttention as Theirs
 
-    # Its `init_distributed` would look for MPI and compile a shared memory all-reduce first; an
-    # all-to-all uses neither.
+    # Set up DeepSpeed's communication by hand: its `init_distributed` would look for MPI and
+    # compile an all-reduce over shared memory, and the all-to-all measured here uses neither.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     their_comm.cdb = their_comm.TorchBackend("gloo", timedelta(minutes=5), None)
     around = Theirs(
@@ -196,7 +196,10 @@ def compare(rank: int, ranks: int, case: Case, repeats: int) -> None:
 
 
 class CommTotals:
-    """The bytes and number of transfers in a channel's log, which this empties."""
+    """The number of the transfers in a channel's log, and the bytes that they sent.
+
+    Making one empties the log, so the next one counts only later transfers.
+    """
 
     def __init__(self, channel: Channel) -> None:
         transfers = channel.log.take()
@@ -240,7 +243,10 @@ def bench_cpu(ranks: list[int], repeats: int) -> None:
 
 
 def direct_kernels(scale: float) -> dict[str, Callable[..., Any]]:
-    """Return the kernels that can be imported, by name, called as their documentation does."""
+    """Return a function of q, k and v for each attention kernel that can be imported, by name.
+
+    It calls the kernel directly, as the kernel's documentation shows.
+    """
     kernels: dict[str, Callable[..., Any]] = {
         "sdpa": lambda q, k, v: torch.nn.functional.scaled_dot_product_attention(
             *(x.transpose(1, 2) for x in (q, k, v)), is_causal=True, scale=scale, enable_gqa=True
@@ -275,9 +281,10 @@ def time_on_gpu(attend: Callable[..., Any], inputs: list[Tensor], dout: Tensor) 
 
 
 def bench_gpu(tokens: list[int], heads: int, kv_heads: int, head_dim: int, repeats: int) -> None:
-    """Print the table of local attention against the fastest kernel, a row for each length.
+    """Print the table of local attention against the fastest kernel, a line for each length.
 
-    A sequence is shared by one rank for each 32,768 tokens, but by `heads` ranks at most.
+    A sequence of n tokens is split over n / 32,768 ranks (at least 1, at most `heads`), and each
+    rank has some of the heads.
     """
     device = torch.device("cuda")
     mask = AttentionMask()

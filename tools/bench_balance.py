@@ -124,7 +124,10 @@ def measure(
 
 
 def received(plan: SequenceSplit) -> int:
-    """Return how many keys all ranks receive: keys that their queries see and they do not hold."""
+    """Return how many keys all ranks together receive.
+
+    A rank receives each key that one of its queries sees and that another rank holds.
+    """
     total = 0
     for held in plan.slices:
         # Slices are in order, so the last one of a document has its largest end: the causal mask

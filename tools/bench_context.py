@@ -50,7 +50,10 @@ exposed               median time for which the slowest rank waited for transfer
 
 
 class ContextBench(Bench):
-    """The part of one rank in the tables for one world size."""
+    """What one rank does to make the tables for one number of ranks.
+
+    Every rank makes one and calls `run`; rank 0 prints the tables.
+    """
 
     def __init__(self, rank: int, world: int, options: argparse.Namespace, wires: Wires | None):
         self.rank, self.world, self.options, self.wires = rank, world, options, wires
@@ -59,7 +62,10 @@ class ContextBench(Bench):
         self.heads = Heads(options.heads, options.kv_heads, options.head_size)
 
     def run(self) -> None:
-        """Check all ways, then print the tables for one document and for packed documents."""
+        """Check all ways to compute attention, then time them and print the tables.
+
+        There are tables for one document and for packed documents.
+        """
         draw = random.Random(self.options.seed)
         tokens = self.options.tokens
         packed = tuple(log_normal_row(draw, tokens, tokens / 50, 1.3))
@@ -70,7 +76,7 @@ class ContextBench(Bench):
             )
 
     def _check_ways(self, lengths: tuple[int, ...]) -> None:
-        """Check that outputs and gradients of every way are those of one process, in float64."""
+        """Check that every way gives the outputs and gradients of one process, in float64."""
         # A last document fills the row up to a multiple of 2 * world, as zig-zag needs.
         lengths = (*lengths, -sum(lengths) % (2 * self.world) or 2 * self.world)
         if len(lengths) == 2:
@@ -96,16 +102,22 @@ class ContextBench(Bench):
                 )
 
     def _compare(self, name: str, lengths: tuple[int, ...]) -> None:
-        """Time all ways at each ratio; rank 0 prints the tables."""
+        """Time all ways at each ratio of communication to compute; rank 0 prints the tables.
+
+        A ratio is reached by the speed of the link.
+        """
         share = self.heads.query * pairs(lengths, lengths) / self.world
         even = self.options.ms / 1e3
-        local = PacedAttention(even / 3.5 / share)  # a backward sleeps 2.5 times a forward
+        # A backward sleeps 2.5 times as long as a forward, so both together are 3.5 forwards.
+        local = PacedAttention(even / 3.5 / share)
         ways = Ways(lengths, self.heads, local, log=self.log, link=self.link)()
         rows = [self._row(way) for way in ways]
         sent = {row.name: self._sent(row) for row in rows}
         ulysses = sent["Ulysses alone"][0]
         for ratio in self.options.ratios:
-            self._limit(ulysses / (ratio * even))  # bytes / seconds
+            # Set the speed so that the bytes of Ulysses alone take `ratio` times as long as
+            # compute.
+            self._limit(ulysses / (ratio * even))
             samples = self._rounds(rows, self.options.rounds)
             if self.rank == 0:
                 print(f"\n**{self.world} ranks, {name}, ", end="")

@@ -44,7 +44,10 @@ def build(width: int, depth: int) -> nn.Module:
 
 
 def steps_of(width: int, depth: int) -> dict[str, Step]:
-    """Build the training step of each wrapper, each with a process group of its own."""
+    """Build the training step of each data-parallel wrapper, by name.
+
+    Each has a process group of its own.
+    """
 
     def theirs(view: bool) -> Step:
         model = DistributedDataParallel(
@@ -77,14 +80,15 @@ def training_step(model: nn.Module, begin: Callable[[], None]) -> Step:
 
 
 def measure(rank: int, world: int, options: argparse.Namespace) -> None:
-    """Run all wrappers in turn on this rank; rank 0 prints the table."""
+    """Time all data-parallel wrappers in turn on this rank; rank 0 prints the table."""
     steps = steps_of(options.width, options.depth)
     x = torch.randn(options.batch, options.width)
     names = list(steps)
     times: Times = {name: [] for name in names}
     for i in range(options.warmup + options.steps):
         for name in names[i % len(names) :] + names[: i % len(names)]:
-            dist.barrier()  # so that a rank does not wait for others in the timed part
+            # Begin together, so that no rank waits for a later one in the timed part.
+            dist.barrier()
             begin = time.perf_counter(), time.process_time()
             steps[name](x)
             end = time.perf_counter(), time.process_time()

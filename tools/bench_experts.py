@@ -52,22 +52,23 @@ WAYS = {
     "exchange in 2": ExpertConfig(size=4, num_chunks=2),
 }
 PARTS = (0.5, 0.75, 1.0, 1.25, 1.5, 2.0)
-"""The measured numbers of tokens of a rank, divided by the crossing."""
+"""The measured numbers of tokens of a rank, each divided by `planned_crossing()`."""
 UNLIMITED = 1e15
 """Bytes per second of a link that takes no time."""
 
 
 class Times(NamedTuple):
-    """Step times of one way at one number of tokens, in seconds."""
+    """Step times, in seconds, of one of `WAYS` at one number of tokens."""
 
     limited: list[float]
-    """Over the link, one for each round."""
+    """Times of steps over the link of limited speed, one for each round."""
     unlimited: float
-    """Over a link that takes no time."""
+    """Time of a step over a link that takes no time."""
 
 
 def planned_crossing() -> float:
-    """Return the tokens of a rank at which both ways send the same number of bytes."""
+    """Return at how many tokens of a rank gathering the experts' weights sends as many bytes as
+    exchanging tokens."""
     layer = ExpertLayer(EXPERTS, USED, HIDDEN, 3 * HIDDEN * INSIDE)
     # The last layer's weights stay between forward and backward: it is gathered once less.
     return crossing_tokens([layer], passes=PASSES - 1 / LAYERS)
@@ -113,14 +114,16 @@ def _seconds(run: ParallelRun, ids: Tensor) -> float:
 def _measure_shared(rank: int, options: argparse.Namespace) -> dict[str, list[float]]:
     """Time steps with a shared expert; return seconds by name, one for each round.
 
-    "ahead" computes it while tokens are exchanged, "after" after the routed experts. "an
-    all-to-all" has the time of one exchange of tokens over the link.
+    In "ahead" the shared expert is computed while tokens are exchanged, in "after" it is computed
+    when the routed experts have ended. "an all-to-all" is the time of one exchange of tokens over
+    the link.
     """
     torch.set_num_threads(1)
     ids = torch.randint(64, (16, ROW), generator=torch.Generator().manual_seed(rank))
     exchange = ids.numel() * USED * HIDDEN * 4 * (1 - 1 / RANKS) / (options.mbit * 125_000)
     runs, ahead_of = {"ahead": _run("exchange", INSIDE)}, WeightHolders._ahead_of
-    # There is no key to turn this off: a model built without `_ahead_of` computes it in place.
+    # No configuration key turns this off. While `_ahead_of` returns None, a model is built that
+    # computes its shared expert where its code calls it.
     WeightHolders._ahead_of = lambda *_: None
     runs["after"] = _run("exchange", INSIDE)
     WeightHolders._ahead_of = ahead_of
@@ -128,7 +131,8 @@ def _measure_shared(rank: int, options: argparse.Namespace) -> dict[str, list[fl
         for layer in linears_of(run.train_step.built):
             if "shared_expert." in layer.name:
                 layer.communicator = Paced(layer.communicator, lambda _: exchange / 4)
-        run.step(run.loss(ids), lr=0.0)  # the first one makes buffers
+        # The first step allocates buffers, so it is not timed.
+        run.step(run.loss(ids), lr=0.0)
         _limit(run, options.mbit * 125_000)
     found: dict[str, list[float]] = {"an all-to-all": [exchange], "ahead": [], "after": []}
     for _ in range(options.rounds):
@@ -138,7 +142,7 @@ def _measure_shared(rank: int, options: argparse.Namespace) -> dict[str, list[fl
 
 
 def _measure(rank: int, options: argparse.Namespace) -> dict[str, list[Times]]:
-    """Time all ways; return the times by way, one for each of `PARTS`."""
+    """Time each of `WAYS`; return its times, one for each number of tokens in `PARTS`."""
     torch.set_num_threads(1)
     found: dict[str, list[Times]] = {way: [] for way in WAYS}
     runs = {way: _run(way) for way in WAYS}
@@ -153,7 +157,8 @@ def _measure(rank: int, options: argparse.Namespace) -> dict[str, list[Times]]:
             for way, run in runs.items():
                 _limit(run, options.mbit * 125_000 if number else UNLIMITED)
                 if not number:
-                    run.step(run.loss(ids), lr=0.0)  # the first one makes buffers
+                    # The first step allocates buffers, so it is not timed.
+                    run.step(run.loss(ids), lr=0.0)
                 took = _seconds(run, ids)
                 if number:
                     seconds[way].append(took)
@@ -202,10 +207,10 @@ def _print_table(found: dict[str, list[Times]]) -> None:
 
 
 def _measured_crossing(tokens: list[int], ratios: list[float]) -> float | None:
-    """Return the tokens at which both ways take the same time, or None if no two rows enclose it.
+    """Return the number of tokens at which gathering and exchanging take the same time.
 
-    `ratios` are times of gathering / exchanging. The first two neighbors where it falls below 1 are
-    interpolated.
+    `ratios` has the time of gathering / exchanging for each of `tokens`. The result is interpolated
+    between the first two neighbors where the ratio falls below 1; None if it never does.
     """
     for (a, x), (b, y) in zip(
         zip(tokens, ratios, strict=True), zip(tokens[1:], ratios[1:], strict=True), strict=False

@@ -42,7 +42,10 @@ TOLERANCE = {torch.bfloat16: 2e-2, torch.float32: 1e-5}
 
 
 def compute_of(options: argparse.Namespace, mesh: Mesh, device: torch.device) -> Compute:
-    """Return the work of a rank: layers with the sizes of llama3.1-8b, rows of the first length."""
+    """Return the work of a rank: layers with the sizes of llama3.1-8b, and the first length.
+
+    The other lengths replace it later.
+    """
     dtype = getattr(torch, options.dtype)
     model = llama_layers(options.layers, quick=options.quick)
     attention = make_local_attention(

@@ -108,7 +108,10 @@ def decoder_keys(folder: Path) -> dict[str, Any]:
 
 
 def job(folder: Path, name: str, ranks: int, seq_len: int) -> JobConfig:
-    """Return the configuration that trains the model in `folder` by the way `name`."""
+    """Return the configuration that trains the model in `folder` in the way called `name`.
+
+    `OWN` trains ISP's decoder, `WHOLE` keeps whole weights on each rank.
+    """
     weight = 1 if name == WHOLE else ranks
     values = {
         "model": decoder_keys(folder) if name == OWN else {"hf": str(folder)},
@@ -124,7 +127,10 @@ def job(folder: Path, name: str, ranks: int, seq_len: int) -> JobConfig:
 
 @torch.no_grad()
 def fill(train_step: TrainStep, folder: Path) -> None:
-    """Give ISP's decoder, without experts, the weights in `folder`, which have the same names."""
+    """Copy the weights in `folder` into ISP's decoder, which names its weights as Llama does.
+
+    The decoder must have no experts.
+    """
     files = WeightFiles(folder)
     for item in train_step.built.parameters:
         item.parameter.copy_(files.read(item.name, item.layout))
@@ -149,7 +155,8 @@ def ours(config: JobConfig, batch: MicroBatch, mesh: Mesh, folder: Path) -> Step
         fill(train_step, folder)
 
     def step() -> float:
-        train_step.weights_changed()  # launches the gathers that `drain` dropped
+        # Launch again the gathers of the first weights, which `drain` dropped after the last step.
+        train_step.weights_changed()
         outcome = train_step([batch], config.optimizer.lr)
         train_step.drain()
         return outcome.loss
@@ -182,8 +189,9 @@ def plain(
     if config.model.checkpoint:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     values, parameters = config.optimizer, list(model.parameters())
+    # Weight decay applies to matrices only, as in ISP.
     adamw = torch.optim.AdamW(
-        [  # as ISP, which decays matrices only
+        [
             {"params": [p for p in parameters if p.dim() > 1]},
             {"params": [p for p in parameters if p.dim() == 1], "weight_decay": 0.0},
         ],

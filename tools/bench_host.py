@@ -272,7 +272,10 @@ class _Ops(TorchDispatchMode):
 
 
 def counted(step: StepHalves) -> Counts:
-    """Return the counts of a step, of its second run or later: the first run makes buffers."""
+    """Return the counts of a step that has run once before.
+
+    The first run allocates buffers and is not counted.
+    """
     # One run for each kind of count: a dispatch mode and a profile function would add calls.
     step.before()
     step.backward(step.forward())

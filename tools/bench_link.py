@@ -65,9 +65,13 @@ class ModelledLink:
         self._hertz = _hertz(device)
 
     def transfer(self, received: int, act: Callable[[], object], *keep: Tensor) -> Pending:
-        """Queue `act` after the time of `received` bytes; the last of `keep` is the result."""
+        """Queue a transfer: the stream sleeps for the time of `received` bytes, then runs `act`.
+
+        `keep` are the tensors that it uses, kept alive until its end; the last one is its result.
+        """
         self.received += received
-        streams.follow(self._stream)  # a transfer begins after the kernels that compute its input
+        # Let the transfer begin only after the kernels that compute its input.
+        streams.follow(self._stream)
         with streams.on(self._stream):
             seconds = LATENCY + received / self.bytes_per_second
             if self._stream is None:
@@ -121,19 +125,22 @@ class LinkChannel(Channel):
 
     def all_gather_into(self, out: Tensor, x: Tensor, *, tag: Tag = UNNAMED) -> Pending:
         rows = out.view(self.size, -1)
-        # One copy from an expanded view: the x of fully_shard is itself one of the rows of `out`.
+        # Fill all of `out` by one copy from an expanded view of x. In fully_shard x is itself a
+        # part of `out`, so it is not copied part by part.
         own = x.reshape(1, -1).expand_as(rows)
         return self._modelled.transfer(x.nbytes * (self.size - 1), lambda: rows.copy_(own), x, out)
 
     def reduce_scatter_into(
         self, out: Tensor, x: Tensor, *, received: Tensor | None = None, tag: Tag = UNNAMED
     ) -> Pending:
-        x = x.to(out.dtype)  # as in a real channel, which sends the dtype in which it sums
+        # Count bytes as a real channel does: it sends in the dtype in which it sums.
+        x = x.to(out.dtype)
         own, count = x.view(self.size, -1)[0], x.nbytes // self.size * (self.size - 1)
         return self._modelled.transfer(count, lambda: out.view(-1).copy_(own), x, out)
 
     def all_reduce_(self, x: Tensor, *, op: str = "sum", tag: Tag = UNNAMED) -> Pending:
-        return Pending.ready(x)  # a few numbers per step, such as the norm: too small to matter
+        # A step reduces only a few numbers, such as the norm, so no time is modelled for this.
+        return Pending.ready(x)
 
     def broadcast_(self, x: Tensor, *, source: int = 0, tag: Tag = UNNAMED) -> Pending:
         return Pending.ready(x)
@@ -164,7 +171,7 @@ class LinkMesh(Mesh):
 
 
 def compute_of(options: argparse.Namespace, device: torch.device) -> Compute:
-    """Return the work of a rank: layers with the sizes of llama3.1-8b, as `bench_fully_shard`."""
+    """Return the work of a rank: layers with the sizes of llama3.1-8b."""
     dtype = torch.float32 if options.quick else torch.bfloat16
     model = llama_layers(options.layers, quick=options.quick)
     attention = make_local_attention(device=device, dtype=dtype, head_dim=model.head_size, group=4)
@@ -211,8 +218,8 @@ def measure(
 ) -> list[dict[str, Any]]:
     """Time all `rows` in turn over the link, and return the lines of the table.
 
-    A row that fails is removed from `rows`, and its error is added to `faults`. `at_once` has each
-    row's line over a link of infinite speed; empty while these are measured.
+    A row that fails is removed from `rows`, and its error is added to `faults`. `at_once` has
+    each row's line over a link of infinite speed; it is empty in the call that measures these.
     """
     taken: dict[str, list[float]] = {name: [] for name in rows}
     on_link: dict[str, list[float]] = {name: [] for name in rows}

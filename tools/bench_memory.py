@@ -66,7 +66,8 @@ GIB, KIB = 2**30, 2**10
 
 
 class Row(NamedTuple):
-    """The memory of one rung at one length of the row."""
+    """The memory of one rung of `RUNGS` (settings that save memory, each added to those before)
+    at one length of the row."""
 
     rung: str
     tokens: int
@@ -89,7 +90,7 @@ class Row(NamedTuple):
 
 
 def config_of(rungs: int, tokens: int, options: argparse.Namespace) -> JobConfig:
-    """Return the configuration with the keys of the first `rungs` rungs, for a row of `tokens`."""
+    """Return the configuration with the keys of the first `rungs` of `RUNGS`, for `tokens`."""
     words = [word for rung in list(RUNGS)[:rungs] for word in RUNGS[rung]]
     device = f"--training.device={options.device}"
     named = any(word.startswith("--model.preset") for word in options.overrides)
@@ -109,7 +110,10 @@ def batch_of(config: JobConfig, device: torch.device) -> MicroBatch:
 def made(
     rung: int, tokens: int, options: argparse.Namespace
 ) -> tuple[TrainStep, MicroBatch, PlanCase]:
-    """Build the training step of rung number `rung`, its micro-batch, and its case for the plan."""
+    """Build the training step of rung number `rung` of `RUNGS`.
+
+    Returns it with its micro-batch, and with the case from which `isp plan` predicts its memory.
+    """
     config, device = config_of(rung + 1, tokens, options), torch.device(options.device)
     step = make_step(config, device)
     case = PlanCase.of(config, 1, on_cpu=device.type == "cpu")
@@ -117,7 +121,7 @@ def made(
 
 
 def measure(rung: int, tokens: int, options: argparse.Namespace) -> Row:
-    """Measure the memory of rung number `rung` at one length."""
+    """Measure the memory of rung number `rung` of `RUNGS` for a row of `tokens`."""
     step, batch, case = made(rung, tokens, options)
     step([batch], 1e-4)  # the first step allocates buffers that stay
     device, planned = torch.device(options.device), memory(case, 0)
@@ -182,7 +186,10 @@ def draw(found: dict[str, list[Row]], path: Path) -> None:
 
 
 def main() -> int:
-    """Measure or time the chosen rungs; return 1 if one failed other than by lack of memory."""
+    """Measure or time the chosen rungs of `RUNGS`.
+
+    Returns 1 if one failed for another reason than a lack of memory.
+    """
     parser = argparse.ArgumentParser(
         description=__doc__,
         epilog=f"{COLUMNS}\nOther arguments, such as --model.preset=tiny, set configuration keys.",
@@ -229,14 +236,18 @@ def main() -> int:
 
 
 def _time(chosen: list[str], tokens: int, options: argparse.Namespace) -> None:
-    """Time a step of each chosen rung in turn, `options.rounds` times, and print ratios."""
+    """Time a step of each chosen rung of `RUNGS` in turn, `options.rounds` times.
+
+    Prints the median of each, and its ratio to the rung `COMPARED`.
+    """
     steps = {name: made(list(RUNGS).index(name), tokens, options)[:2] for name in chosen}
     seconds: dict[str, list[float]] = {name: [] for name in steps}
     for number in range(options.rounds + 1):
         turn = number % len(chosen)
         for name in chosen[turn:] + chosen[:turn]:
             seconds[name].append(_seconds(*steps[name], options.device))
-    for name, (_, *times) in seconds.items():  # without the first step, which allocates buffers
+    # Leave out the first step, which allocates buffers.
+    for name, (_, *times) in seconds.items():
         told = f"{name:<20} {statistics.median(times):8.2f} s a step of {tokens} tokens"
         if COMPARED in seconds:
             pairs = zip(times, seconds[COMPARED][1:], strict=True)

@@ -64,14 +64,17 @@ LEAST_SECONDS = 2.0
 
 
 def sizes_of(preset: str, layers: int | None) -> dict[str, Any]:
-    """Return the model keys of a preset, without its scaling of rotary positions."""
+    """Return the model keys of a preset, with `layers` layers unless that is None.
+
+    The key rope_scaling is left out.
+    """
     sizes = {**PRESETS[preset], "num_layers": layers or PRESETS[preset]["num_layers"]}
     sizes.pop("rope_scaling", None)
     return sizes
 
 
 def write_folder(folder: Path, sizes: dict[str, Any], device: torch.device) -> None:
-    """Write a model with random weights into `folder`, as transformers does."""
+    """Write a model with random weights into `folder`, by transformers' `save_pretrained`."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     written = config_json(ModelConfig(**sizes), dtype="bfloat16", context=2**20)
@@ -152,7 +155,7 @@ def timed(make: Callable[[], Step], rounds: int, device: torch.device) -> dict[s
 def measure(
     folder: Path, sizes: dict[str, Any], tokens: int, options: argparse.Namespace
 ) -> Iterator[dict[str, Any]]:
-    """Yield the line of each way at one length."""
+    """Time each way to train at one length; yield a line of the table for each."""
     device = torch.device(options.device)
     again = tokens >= options.recompute_from
     config = job(folder, sizes, tokens, device, again)

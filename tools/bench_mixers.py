@@ -88,7 +88,8 @@ class Kind(NamedTuple):
         draw = partial(torch.randn, generator=torch.Generator().manual_seed(0), dtype=dtype)
         heads, groups = ([draw(tokens, *s) for s in x] for x in (self.of_heads, self.of_groups))
         constants = [draw(*s) for s in self.constants]
-        # In their ranges: log decays and A below 0, beta between 0 and 1.
+        # Move the constants and gates into their ranges: log decays and A are below 0, beta is
+        # between 0 and 1.
         if isinstance(self.recurrence, DeltaRule):
             heads[1], heads[2] = -heads[1].abs(), heads[2].sigmoid()
         else:
@@ -140,7 +141,10 @@ WAYS: dict[str, Scan] = {"heads": scan_by_heads, "state": scan_by_state, "gather
 
 
 class MixersBench(Bench):
-    """The part of one rank in the table for one world size."""
+    """What one rank does to make the table for one number of ranks.
+
+    Every rank makes one and calls `run`; rank 0 prints the table.
+    """
 
     def __init__(self, rank: int, world: int, options: argparse.Namespace, wires: Wires | None):
         self.rank, self.world, self.options, self.wires = rank, world, options, wires
@@ -196,10 +200,13 @@ class MixersBench(Bench):
                 same(out, expected[own])
                 for x, y in zip(gradients, wanted, strict=True):
                     same(x, y[own])
-                if way != "gather" and self._received() != planned[SequenceScan(way)]:
+                if way == "gather":
+                    continue
+                received, expected_bytes = self._received(), planned[SequenceScan(way)]
+                if received != expected_bytes:
                     raise SystemExit(
-                        f"error: by {way}, the bytes received are not the planned"
-                        f" {planned[SequenceScan(way)]}"
+                        f"error: a scan split by {way} received {received} bytes, but the formula"
+                        f" of `received_bytes` gives {expected_bytes}: one of them is wrong"
                     )
             self._check_halo(placement, own)
 
@@ -209,8 +216,12 @@ class MixersBench(Bench):
         self.log.collect()
         convolve(x, torch.zeros(8, 4), None, placement).sum().backward()
         planned = placement.halo(3).most_received * 8 * x.element_size()
-        if self._received() != planned:
-            raise SystemExit(f"error: the halo's bytes are not the planned {planned}")
+        received = self._received()
+        if received != planned:
+            raise SystemExit(
+                f"error: the halo had {received} bytes, but `most_received` gives {planned}: one of"
+                " them is wrong"
+            )
 
     def _received(self) -> int:
         """Return the bytes received in a forward by the rank that receives most.
@@ -224,7 +235,8 @@ class MixersBench(Bench):
     def _compare(self, name: str, kind: Kind) -> None:
         """Time all ways at all lengths; rank 0 prints the line of the table."""
         sample = kind.inputs(1)
-        # By heads, bytes are proportional to the tokens: measure them for a short document.
+        # If the scan is split by heads, the bytes are proportional to the tokens, so a short
+        # document shows where they cross those of a scan by state.
         unit = 2 * self.world
         planned = received_bytes(kind.recurrence, sample, self._placement((unit,)))
         by_state = planned[SequenceScan.STATE]
@@ -267,7 +279,10 @@ class MixersBench(Bench):
 
 
 def _leaves(inputs: Inputs) -> tuple[list[Tensor], Inputs]:
-    """Copy the inputs that depend on the token as leaves of autograd; return them, and `Inputs`."""
+    """Copy the inputs that depend on the token, as leaves of autograd.
+
+    Returns the leaves, and `inputs` with them in the place of the originals.
+    """
     of_heads, of_groups = (
         tuple(x.detach().clone().requires_grad_() for x in xs) for xs in inputs[:2]
     )
@@ -275,7 +290,10 @@ def _leaves(inputs: Inputs) -> tuple[list[Tensor], Inputs]:
 
 
 def _given(scan: Scan, recurrence: Recurrence, placement: Placement, inputs: Inputs) -> Tensor:
-    """Call `scan`, with `inputs` as the last argument, for `partial`."""
+    """Call `scan` with its arguments in another order.
+
+    `inputs` are the last argument, so `partial` can set all others.
+    """
     return scan(recurrence, inputs, placement)
 
 
@@ -291,7 +309,11 @@ def _with_gradients(
 
 
 def _zero(lengths: list[int], differences: list[float]) -> float:
-    """Return the length at which the least-squares line through the differences is zero."""
+    """Return the length at which two ways take the same time.
+
+    `differences` has the difference of their times for each of `lengths`; the result is where the
+    least-squares line through them is zero.
+    """
     slope, start = np.polyfit(lengths, differences, 1)
     return float(-start / slope)
 

@@ -59,9 +59,12 @@ class Gathered:
         self._layer_flops = sum(bucket.all_flops for bucket in updates.buckets) / LAYERS
 
     def run(self, average: Any, step: Any, meanwhile: Callable[[], None]) -> Iterator[Any]:
-        """Update all matrices, as `MatrixUpdates.run`: gather a layer while the last one sleeps."""
+        """Update all matrices, with the arguments of `MatrixUpdates.run`.
+
+        A layer's gradients are gathered while the layer before it is updated (which sleeps here).
+        """
         tag, parts = Tag(Purpose.MATRIX, tensor="gathered"), self._updates._parts
-        # One group has the buckets of a layer: its FLOPs are the size at which a group is full.
+        # Let each group have the buckets of one layer, as it is full with the FLOPs of a layer.
         parts = grouped(parts, lambda _: 0, lambda part: part[0].all_flops, self._layer_flops)
 
         def launch(number: int) -> list[Any]:
@@ -71,7 +74,8 @@ class Gathered:
             return [self._channel.all_gather(grad, tag=tag) for grad in grads]
 
         coming = launch(0)
-        meanwhile()  # the update of the other parameters, while the first gathers are in flight
+        # Update the other parameters while the first gathers are in flight.
+        meanwhile()
         for number, of_layer in enumerate(parts):
             here, coming = coming, launch(number + 1) if number + 1 < len(parts) else []
             for pending in here:
@@ -101,14 +105,20 @@ def _optimizer(mesh: Mesh, name: str, bucket_bytes: int) -> tuple[MainGradients,
 
 
 def _measure(rank: int, options: argparse.Namespace) -> dict[str, list[tuple[float, float, int]]]:
-    """Time all ways; return by way, for each round: ms of the update, ms exposed, bytes sent."""
+    """Time all ways to update matrices.
+
+    Returns for each way a tuple a round: milliseconds of the update, milliseconds of it that wait
+    for transfers, and bytes sent.
+    """
     torch.set_num_threads(1)
     torch.manual_seed(rank)
     link = Link(UNLIMITED, 0.0)
     parallel = ParallelConfig(weight=WeightConfig(size=RANKS))
     mesh = Mesh(Topology.create(RANKS, parallel), rank)
     seconds, flops = options.step_ms / 1e3, 6 * ELEMENTS * TOKENS / RANKS
-    moved = 3 * 4 * ELEMENTS * (RANKS - 1) / RANKS  # weights twice, gradients once
+    # A step moves the float32 weights twice (gathered in forward and in backward) and the gradients
+    # once.
+    moved = 3 * 4 * ELEMENTS * (RANKS - 1) / RANKS
 
     def pace(number: int) -> None:
         time.sleep(number / flops * seconds)
@@ -117,19 +127,23 @@ def _measure(rank: int, options: argparse.Namespace) -> dict[str, list[tuple[flo
         for x in xs:
             pace(Matrix((0, 0), tuple(x.shape)).flops(keys))
 
-    isp.core.optim.matrices.make_orthogonal = sleep  # Newton-Schulz, in `homes`
+    # In the way `homes`, sleep instead of computing Newton-Schulz.
+    isp.core.optim.matrices.make_orthogonal = sleep
     made = {way: _optimizer(mesh, way, options.bucket_kib * 1024) for way in WAYS}
     gathers = Gathered(made["gathered"][1].matrices, mesh, pace)
     made["gathered"][1].matrices = gathers  # type: ignore[assignment]
     link.slow(mesh.opened)
     found: dict[str, list[tuple[float, float, int]]] = {way: [] for way in WAYS}
-    for number in range(options.rounds + 1):  # round 0 warms up, over an unlimited link
+    # Round 0 warms up over an unlimited link, and is not counted.
+    for number in range(options.rounds + 1):
         link.bytes_per_second = moved / (seconds * options.ratio) if number else UNLIMITED
         for way, (gradients, optimizer) in made.items():
             gradients.zero()
             for item in gradients.parameters:
                 gradients.grad(item.parameter).normal_()
-            gradients.reduce()  # outside of the timed part; the norm is given
+            # Reduce gradients here, before the timed part. The norm is passed to the timed `step`
+            # below, so that it is not computed there.
+            gradients.reduce()
             mesh.host.all_reduce(torch.zeros(1)).wait()
             mesh.log.collect()
             began = time.perf_counter()

@@ -91,7 +91,10 @@ class Sample(NamedTuple):
 
 
 class Bench:
-    """The part of one rank in the tables for one world size."""
+    """What one rank does to make the tables for one number of ranks.
+
+    Every rank makes one and calls `run`; rank 0 prints the tables.
+    """
 
     def __init__(self, rank: int, world: int, options: argparse.Namespace, wires: Wires | None):
         self.rank, self.world, self.options, self.wires = rank, world, options, wires
@@ -108,7 +111,10 @@ class Bench:
         self.traces: dict[str, tuple[float, float, float, list[TimedTransfer]]] = {}
 
     def run(self) -> None:
-        """Compare all rows; then for each ratio set the speed of the link and print a table."""
+        """Check that all rows compute the same, then print a table for each ratio.
+
+        A ratio is the time of communication / the time of compute, set by the speed of the link.
+        """
         self._check()
         reference = next(row for row in self.rows if row.name == "ours, per layer, wo")
         self._timed(reference)
@@ -146,7 +152,9 @@ class Bench:
     def _theirs(self) -> Iterator[Row]:
         """Yield the rows of fully_shard."""
         default = self.channel
-        if self.wires:  # by torch's own reduce-scatter, which sends twice the bytes over gloo
+        # Reduce by torch's own reduce-scatter, which over gloo sends twice as many bytes as the
+        # channel's.
+        if self.wires:
             default = Channel(self.channel.group, name="weight", log=self.log, sum_locally=False)
         yield theirs("fully_shard, default", self.compute, default, prefetch=False)
         name = "fully_shard, async prefetch"
@@ -225,15 +233,19 @@ class Bench:
     def _timed(self, row: Row) -> Sample:
         """Make a step of `row` on all ranks, and return its measures; `traces` keeps transfers."""
         if row.pool is not None:
-            row.pool.peak_leased_bytes = row.pool.leased_bytes  # the peak of this step only
+            # Begin from what is leased now, so that the peak is that of this step.
+            row.pool.peak_leased_bytes = row.pool.leased_bytes
         self.log.collect()
         dist.barrier()
         begin, used, busy = time.perf_counter(), time.process_time(), _busy_seconds()
         result = row.step()
         end, used, busy = time.perf_counter(), time.process_time() - used, _busy_seconds() - busy
-        if row.name.startswith("compute alone, "):  # with traffic: see `overlap_rows.traffic`
-            end = result.forward_ended  # where that row puts the end of compute
-            self.log.collect()  # drops the traffic, which no compute waits for
+        # This is the row of compute alone beside traffic (`overlap_rows.traffic`).
+        if row.name.startswith("compute alone, "):
+            # In that row `forward_ended` is the end of compute: transfers after it do not count.
+            end = result.forward_ended
+            # Drop the transfers from the log: no compute waits for them.
+            self.log.collect()
         transfers = list(self.log.transfers)
         self.traces[row.name] = (begin, result.forward_ended, end, transfers)
         totals = CommLog.totals(transfers)
@@ -289,7 +301,10 @@ class Bench:
         print(f"| {' | '.join(cells)} |")
 
     def _peak(self, row: Row) -> str:
-        """Return the peak of gathered bytes in blocks; empty for rows without a memory pool."""
+        """Return the peak of gathered bytes / the bytes of a block's weights, as text.
+
+        It is empty for rows without a memory pool.
+        """
         if row.pool is None or not row.pool.allocations:
             return ""
         peak = row.pool.peak_leased_bytes
@@ -309,7 +324,9 @@ class Bench:
         gathers = [t for t in moves if t.kind == "all_gather"]
         labels = [t.label for t in gathers]
         again = [t for i, t in enumerate(gathers) if t.label in labels[:i]]
-        first = gathers[:2]  # of the embedding and the first linear, before any matmul
+        # The gathers of the embedding and the first linear have no matmul before them to hide
+        # behind.
+        first = gathers[:2]
         going_forward = [t for i, t in enumerate(gathers) if t.label not in labels[:i]][2:]
         reduces = [t for t in moves if t.kind == "reduce_scatter"]
         return (
@@ -416,7 +433,9 @@ def run_ranks(world: int, options: argparse.Namespace, *, bench: type[Bench] = B
                     break
                 time.sleep(0.1)
             if failed := {r: p.exitcode for r, p in enumerate(ranks) if p.exitcode}:
-                raise SystemExit(f"error: ranks failed, exit codes by rank: {failed}")
+                raise SystemExit(
+                    f"error: ranks failed (exit codes by rank: {failed}): see their errors above"
+                )
         finally:
             for process in ranks:
                 process.kill()

@@ -34,7 +34,11 @@ OUT_OF_MEMORY = "out of memory"
 
 
 def prepare(device: torch.device) -> None:
-    """Prepare this process: log the choices of `auto` keys, and let CUDA memory segments grow."""
+    """Prepare this process for a benchmark.
+
+    Log lines are printed, as they name what each `auto` key chose. On CUDA, torch's memory segments
+    can grow.
+    """
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     if device.type == "cuda":
         expand_segments()

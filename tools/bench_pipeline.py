@@ -157,7 +157,8 @@ def exposure(transfers: list[TimedTransfer]) -> Exposure:
     """Return which of the gathers among `transfers` were exposed."""
     gathers = [t for t in transfers if t.kind == "all_gather" and t.channel == Axis.WEIGHT]
     waited = [t for t in gathers if t.exposed > t.duration / 20]
-    first = {t.label for t in gathers[: 1 + 4]}  # at most the embedding and a block's 4 linears
+    # The first gathers are at most the embedding's and those of the 4 linears of a block.
+    first = {t.label for t in gathers[: 1 + 4]}
     seconds = sum(t.duration for t in gathers)
     return Exposure(
         len(waited),
@@ -187,7 +188,7 @@ def exposed_gathers(rank: int, world: int, o: argparse.Namespace) -> None:
         found = Contestant(rank, world, parallel, o, micro)
         moved = [t for t in (found.timed(), found.timed())[1][1] if t.channel == Axis.WEIGHT]
         sent = sum(t.sent_bytes for t in moved)
-        # Sleeps of a rank in a step: 3 products of 4 linears in each of its layers.
+        # In a step a rank sleeps for 3 products of each of the 4 linears in each of its layers.
         work = 3 * 4 * o.layers / size * micro * o.ms / 1e3
         found.link.bytes_per_second = sent / (0.5 * work)
         rounds = [exposure(found.timed()[1]) for _ in range(o.rounds)]

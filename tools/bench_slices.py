@@ -82,11 +82,16 @@ class SliceBench:
             torch.cuda.synchronize(self.device)
 
     def measure(self, rounds: int) -> tuple[float, float, float]:
-        """Return medians over rounds: seconds of the whole row, `slices / row`, and `busiest`."""
+        """Return medians over rounds: seconds of one call for the whole row, and two ratios.
+
+        The first is the time of all ranks' calls together / the time of that one call. The second
+        is the time of the slowest rank / the mean of the ranks, minus 1.
+        """
         found = []
         for number in range(rounds + 1):
             row, ranks = self.row(), [rank() for rank in self.ranks]
-            if number:  # the first round warms up
+            # The first round warms up and is left out.
+            if number:
                 mean = sum(ranks) / len(ranks)
                 found.append((row, sum(ranks) / row, max(ranks) / mean - 1))
         row, ratio, busiest = map(statistics.median, zip(*found, strict=True))

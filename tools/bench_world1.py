@@ -126,7 +126,8 @@ def steps_of(config: ModelConfig, batch: MicroBatch) -> tuple[Step, Step]:
     own = dict(plain.named_parameters())
     assert sum(p.numel() for p in own.values()) == model.num_parameters
     with torch.no_grad():
-        # Copy ISP's weights into the plain model, whose fused linears have several of them.
+        # Copy ISP's weights into the plain model. A fused linear of it holds several of ISP's
+        # weights, one below the other; `first` is where this one begins.
         for item in parameters:
             name, first, _ = model.earlier_names[item.name]
             whole = own[name.replace("attention.w", "w").replace("feed_forward.", "")]
@@ -134,8 +135,9 @@ def steps_of(config: ModelConfig, batch: MicroBatch) -> tuple[Step, Step]:
     gradients = MainGradients(parameters, mesh)
     optimizer = Zero1Optimizer(gradients, mesh, ADAMW, max_norm=MAX_NORM)
     train_step = TrainStep(built, gradients, optimizer, mesh, micro_num=1)
+    # Weight decay applies to matrices only, as in ISP.
     adamw = torch.optim.AdamW(
-        [  # as ISP, which decays matrices only
+        [
             {"params": [p for p in own.values() if p.dim() > 1]},
             {"params": [p for p in own.values() if p.dim() == 1], "weight_decay": 0.0},
         ],
@@ -192,7 +194,8 @@ def main() -> None:
         for index in range(options.rounds):
             first = index % 2
             times = [timed(pair[first]), timed(pair[1 - first])]
-            rounds.append((times[first], times[1 - first]))  # ours, plain
+            # The order of timing alternates; the result is always (ours, plain).
+            rounds.append((times[first], times[1 - first]))
         wall, cpu = (statistics.median(a[i] / b[i] for a, b in rounds) for i in (0, 1))
         plain_ms = 1e3 * statistics.median(b[0] for _, b in rounds)
         print(f"| {name} | {off:.1e} | {plain_ms:.0f} | {wall:.3f} | {cpu:.3f} |", flush=True)

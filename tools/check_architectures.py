@@ -54,17 +54,17 @@ LAYOUTS = (
 )
 
 OF_MIXERS = (Layout(1, 3), Layout(3, 1), Layout(3, 3), Layout(3, 1, context=3))
-"""Besides, of models that convolve or scan: heads that do not divide by the ranks."""
+"""More layouts for models with convolutions or scans: their heads do not divide by 3 ranks."""
 
 SPLIT = tuple(Layout(t, 1, m) for m in (Mode.MTP, Mode.MSP, Mode.FSP) for t in (2, 4))
-"""Of models whose tensor-parallel plan does."""
+"""Layouts for models that have a tensor-parallel plan."""
 
 SPREAD = (
     Layout(2, 4, expert=2),
     Layout(4, 4, expert=4),
     *(Layout(2, 1, m, expert=2) for m in (Mode.MTP, Mode.MSP, Mode.FSP)),
 )
-"""Of models with experts."""
+"""Layouts for models with experts."""
 
 _DRAFTS = "it drafts for another model, and is called with that model's keys"
 
@@ -78,7 +78,7 @@ _UNTRIED = {
     "musicgen": _DECODERS,
     "musicgen_melody": _DECODERS,
 }
-"""Why no small model can be made by the configuration alone."""
+"""For each type that is not tried, why its configuration alone gives no small model."""
 
 
 _REFUSED = {
@@ -89,26 +89,26 @@ _REFUSED = {
     "xlstm": "the exponential gates of its recurrence (mLSTM) are scaled by a running maximum, for"
     " which isp has no scan",
 }
-"""More precise reasons than the error's, of what is refused."""
+"""Reasons for refused types that say more than the error that refuses them."""
 
 
 class Fact(NamedTuple):
-    """One row of the table."""
+    """What the table of architectures says about one of them."""
 
     architecture: str
     model: str
     layers: str
-    """The kinds of layers, in the order of their first."""
+    """The kinds of layers, in the order in which the model has the first layer of each."""
     refused: str
-    """Why it is not supported, or was not tried; empty if it is supported."""
+    """Why the architecture is not supported, or was not tried; empty if it is supported."""
     not_split: str = ""
-    """Why its features are not split; empty if they are."""
+    """Why mtp, msp and fsp do not split the model's features; empty if they do."""
     compared: str = ""
-    """Minor versions of transformers with which it was compared and the same."""
+    """Minor versions of transformers with which ISP gave the same results as the plain model."""
 
     @classmethod
     def read(cls, line: str) -> Fact:
-        """Return the fact that a line of the table has."""
+        """Return what a line of the table, as text, says."""
         cells = [cell.strip() for cell in line.strip("|\n").split("|")]
         name, model, layers, state, split, compared = cells
         refused = "" if state == "supported" else state
@@ -124,7 +124,10 @@ class Fact(NamedTuple):
 
 
 def fact(architecture: str) -> Fact:
-    """What the trace of its small model says."""
+    """Trace a small model of the architecture, and return what the table shall say of it.
+
+    `compared` is left empty.
+    """
     model_type = architecture.split()[0]
     name = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(model_type, "")
     try:
@@ -137,7 +140,8 @@ def fact(architecture: str) -> Fact:
     try:
         traced = TracedModel(model)
     except ValueError as error:
-        if architecture in _UNTRIED:  # built by some versions of transformers, and not called
+        # Some versions of transformers can build this small model, but it cannot be called.
+        if architecture in _UNTRIED:
             return Fact(architecture, name, "", f"not tried: {_UNTRIED[architecture]}")
         reason = _REFUSED.get(architecture) or _in_line(str(error))
         return Fact(architecture, name, "", f"not supported: {reason}")
@@ -150,13 +154,16 @@ def fact(architecture: str) -> Fact:
 
 
 def _in_line(reason: str) -> str:
-    """What fits into a table: the first part of a message, without a line of the model's code."""
+    """Return what fits into a table: the first sentence of a message.
+
+    The line of the model's code that the message names is left out.
+    """
     first = re.split(r"\. | \(\w+\.py:", reason)[0]
     return " ".join(first.split())[:300].replace("|", "/")
 
 
 def _kinds(trace: ModelTrace) -> list[str]:
-    """The kind of each block, in words."""
+    """Return the kind of each block in words: how it mixes tokens, and whether it has experts."""
     kinds = []
     for block in trace.blocks:
         mixing = [c for c in trace.calls if c.block == block and c.kind.mixes]
@@ -178,7 +185,10 @@ def _attention(sizes: AttentionSizes) -> str:
 
 
 def table(facts: Iterable[Fact], version: str) -> str:
-    """Return the text of the page with these rows, traced with this version."""
+    """Return the text of the page docs/reference/architectures.md with a row for each of `facts`.
+
+    `version` is the version of transformers that traced them.
+    """
     rows = sorted(facts, key=lambda fact: fact.architecture)
     supported = [fact for fact in rows if not fact.refused]
     counts = {
@@ -230,9 +240,10 @@ class Change(NamedTuple):
 
 
 def changes(names: Iterable[str] = ()) -> list[Change]:
-    """Return how rows of the page differ from what a trace says now; lost ones first.
+    """Return how rows of the page differ from what a trace says now.
 
-    `names`: those alone; else all, with types that are new, and types that are gone.
+    Architectures that are no longer supported come first. `names` are the architectures to look at;
+    if there are none, all are, also types that are new in transformers or gone from it.
     """
     before = facts_before()
     listed = [*names] or sorted({*before, *ARCHITECTURES})
@@ -246,18 +257,22 @@ def changes(names: Iterable[str] = ()) -> list[Change]:
 
 
 def has_unknown_code(architecture: str) -> bool:
-    """Return whether ISP replaces code of this type that it was not compared with."""
+    """Return whether ISP replaces code of this model type whose source it does not know.
+
+    Known sources have their hash in isp/models/known_code.txt.
+    """
     try:
         return bool(unknown_code(tiny_model(config_of(architecture))))
-    except ValueError:  # no small model
+    except ValueError:
+        # Without a small model there is nothing to compare.
         return False
 
 
 def sources(packages: Iterable[str | Path]) -> str:
-    """Return the text of isp/models/known_code.txt, with the code of folders of
-    transformers added.
+    """Return the text of isp/models/known_code.txt, with the hashes of more code added.
 
-    To be written when all tests and `--compare` of all have passed with their versions.
+    `packages` are folders of versions of transformers whose code is added. Write the text only when
+    with these versions all tests pass, and `--compare` of all architectures.
     """
     folders = [Path(package) for package in packages]
     inits = "".join((folder / "__init__.py").read_text() for folder in folders)
@@ -362,19 +377,21 @@ indexer's weights do not change, as in the unmodified model.
 
 
 def layouts_of(subject: Subject) -> list[Layout]:
-    """The layouts that a model can be split in, of `LAYOUTS`, `SPLIT` and `SPREAD`.
+    """Return those of `LAYOUTS`, `SPLIT` and `SPREAD` in which a model can be split.
 
-    Chunks of attention are not split by tokens, and features only where a plan says how.
+    For example, a model with chunked attention has no context groups, and only a model with a
+    tensor-parallel plan has the modes mtp, msp and fsp.
     """
     every = (*LAYOUTS, *SPLIT, *SPREAD)
     return [x for x in every if not fault_of(subject, x, ParallelConfig())]
 
 
 def jobs_of(subject: Subject, names: str) -> Iterator[tuple[Check, list[Layout]]]:
-    """The comparisons of a model; one that scans is split by heads and by state.
+    """Yield the comparisons of a model, each with its layouts.
 
-    `names`: those layouts alone, of which what the model cannot be split in is left out. Raises
-    ValueError, with the reason against the first, if none is left.
+    `names` lists the layouts to compare. Those in which the model cannot be split are left out;
+    raises ValueError if none is left, with the reason against the first one. If `names` is empty,
+    all layouts are compared, for a model with scans twice: split by heads, and by state.
     """
     if names:
         listed, _ = listed_layouts(names, subject, ParallelConfig())
@@ -391,15 +408,17 @@ def jobs_of(subject: Subject, names: str) -> Iterator[tuple[Check, list[Layout]]
         first = Check(subject, layouts, parallel=ParallelConfig(sequence_scan=ways[0]))
         yield first, layouts
         for way in ways[1:]:
-            other = copy.copy(first)  # and what the plain model gives
+            # The copy keeps the results of the plain model, so they are computed once.
+            other = copy.copy(first)
             other.parallel = ParallelConfig(sequence_scan=way)
             yield other, layouts
 
 
 def quick_jobs_of(subject: Subject) -> Iterator[tuple[Check, list[Layout]]]:
-    """Yield the comparisons of `--compare`: packed, with all blocks recomputed; scans by state.
+    """Yield the comparison of `--compare`: packed documents, with all blocks recomputed.
 
-    In 2 x 2, in a tensor group of 4, of heads x context if that can be, and in msp with a plan.
+    Its layouts are 2 x 2, a tensor group of 4 (with context groups of 2 if the model can be split
+    so), and msp if the model has a tensor-parallel plan. Scans are split by state.
     """
 
     def fits(layout: Layout) -> bool:
@@ -413,9 +432,11 @@ def quick_jobs_of(subject: Subject) -> Iterator[tuple[Check, list[Layout]]]:
 
 
 def check(architecture: str, names: str = "", *, quick: bool = False) -> str:
-    """Return a line on an architecture in all layouts, or those in `names`; `ok` if they agree.
+    """Compare an architecture with the plain model, and return a line that begins with `ok` if the
+    results agree.
 
-    `quick`: in those of `--compare`.
+    `names` lists the layouts to compare; empty: all. `quick`: compare in the few layouts of
+    `--compare` only.
     """
     began, verdicts = time.monotonic(), list[Verdict]()
     try:
@@ -449,9 +470,10 @@ def _summary(architecture: str, verdicts: list[Verdict]) -> str:
 
 
 def compare(names: Iterable[str]) -> Iterator[str]:
-    """Yield a line of `check` for each architecture; note in the table with which version it is ok.
+    """Yield a line of `check` for each architecture.
 
-    After each one, so that an interrupted comparison loses nothing.
+    If it is `ok`, the version of transformers is added to the architecture's row of the page. The
+    page is written after each architecture, so an interrupted comparison loses nothing.
     """
     minor = ".".join(__version__.split(".")[:2])
     for name in names:
@@ -480,11 +502,14 @@ def main() -> int:
     torch.manual_seed(0)
     if args.write:
         before = facts_before()
-        facts = {n: f for n, f in before.items() if args.names}  # else types that are gone go
+        # If types are named, keep the rows of all others. If not, begin with none, so that types
+        # which transformers no longer has lose their rows.
+        facts = {n: f for n, f in before.items() if args.names}
         for name in args.names or ARCHITECTURES:
             found = fact(name)
             if name in before and before[name][:5] == found[:5]:
-                found = before[name]  # with the versions that it was compared with
+                # Nothing changed, so keep the old row with the versions in `compared`.
+                found = before[name]
             facts[name] = found
         PAGE.write_text(table(facts.values(), __version__))
         return 0
@@ -499,7 +524,8 @@ def main() -> int:
         if args.changes:
             return 1 if bad else 0
     names, quick = args.names or [*ARCHITECTURES], args.newest
-    if args.newest and not args.names:  # a type a mechanism, and those whose replaced code changed
+    # Compare one type for each mechanism, and the types for which ISP replaces code that is new.
+    if args.newest and not args.names:
         names = [n for n in names if n in MECHANISMS or has_unknown_code(n)]
     lines = compare(names) if args.compare else (check(n, args.layouts, quick=quick) for n in names)
     for line in lines:

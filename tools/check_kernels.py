@@ -100,12 +100,14 @@ def calls_of(folder: Path) -> list[Call]:
     Raises ValueError if the source names a module of a package, and no call of it is found.
     """
     texts = {path: path.read_text() for path in sorted(folder.rglob("*.py"))}
-    mentions = re.compile(rf"\b({'|'.join(_PACKAGES)})(_|\b)")  # parsing all takes 10 times as long
+    # Parse only files that mention a package: to parse all would take 10 times as long.
+    mentions = re.compile(rf"\b({'|'.join(_PACKAGES)})(_|\b)")
     trees = {path: ast.parse(text) for path, text in texts.items() if mentions.search(text)}
     named = {name for tree in trees.values() for name in _modules_named(tree)}
     arguments: dict[str, list[list[ast.expr]]] = {}
     for call in (x for tree in trees.values() for x in ast.walk(tree) if isinstance(x, ast.Call)):
-        for place, called in enumerate([call.func, *call.args][:2]):  # C(..) or partial(C, ..)
+        # Find the arguments of each class C, in `C(..)` and in `partial(C, ..)`.
+        for place, called in enumerate([call.func, *call.args][:2]):
             if isinstance(called, ast.Name):
                 arguments.setdefault(called.id, []).append(call.args[place:])
     calls: list[Call] = []
@@ -117,7 +119,10 @@ def calls_of(folder: Path) -> list[Call]:
                 if isinstance(function, ast.FunctionDef):
                     calls += _calls_of_loaded(_Scope(function, owner, arguments), where)
     if unseen := named - {call.module for call in calls}:
-        raise ValueError(f"isp names {', '.join(sorted(unseen))}, and no call of it was found")
+        raise ValueError(
+            f"isp names {', '.join(sorted(unseen))}, but this program found no call of it: let"
+            " `calls_of` find the call, or load the kernel in a way that it knows"
+        )
     return sorted(calls)
 
 
@@ -211,13 +216,17 @@ def _calls_of_loaded(scope: _Scope, where: str) -> Iterator[Call]:
         found = [*_calls_by(scope, ast.unparse(target), where)] if loaded else []
         if loaded and not found:
             raise ValueError(
-                f"{where}: loads {ast.unparse(target)} ({loaded}), but no call of it was found"
+                f"{where}: loads {ast.unparse(target)} ({loaded}), but no call of it was found:"
+                " call that variable or attribute in the same function or class"
             )
         yield from (Call(*kernel, *call) for kernel in loaded for call in found)
 
 
 def _calls_by(scope: _Scope, name: str, where: str) -> Iterator[tuple[Any, ...]]:
-    """Yield place, arguments and results of each call of the variable or attribute `name`."""
+    """Yield a tuple for each call of the variable or attribute `name`.
+
+    It has the place, the positional arguments, the keywords and the number of expected results.
+    """
     among = [scope.node]
     if name.startswith("self.") and scope.owner is not None:
         among = [x for x in scope.owner.body if isinstance(x, ast.FunctionDef)]
@@ -228,7 +237,10 @@ def _calls_by(scope: _Scope, name: str, where: str) -> Iterator[tuple[Any, ...]]
                 if not (isinstance(call, ast.Call) and ast.unparse(call.func) == name):
                     continue
                 if not (lists := inside.positional(call)):
-                    raise ValueError(f"{where}: cannot find the arguments of `{ast.unparse(call)}`")
+                    raise ValueError(
+                        f"{where}: cannot find the arguments of `{ast.unparse(call)}`: pass"
+                        " tuples that are written in this function after `*`"
+                    )
                 keywords: list[str] = []
                 for keyword in call.keywords:
                     given = keyword.arg
@@ -238,7 +250,7 @@ def _calls_by(scope: _Scope, name: str, where: str) -> Iterator[tuple[Any, ...]]
 
 
 def _variable(node: ast.expr) -> str:
-    """Return the variable that an expression such as `g.to(wide).unsqueeze(0)` is made of."""
+    """Return the variable at the start of an expression: g of `g.to(wide).unsqueeze(0)`."""
     while isinstance(node, ast.Call | ast.Attribute | ast.Subscript):
         node = node.func if isinstance(node, ast.Call) else node.value
     return ast.unparse(node)
@@ -248,7 +260,8 @@ def _unpacked(parent: ast.AST) -> int | None:
     """Return how many values the code around a call expects; None: unknown from the source."""
     if isinstance(parent, ast.Assign) and isinstance(parent.targets[0], ast.Tuple):
         return len(parent.targets[0].elts)
-    # One value in kernel(..)[0]: that is the first sequence of a batch. ISP unpacks tuples by name.
+    # `kernel(..)[0]` expects one value, the batch, whose first sequence it takes: ISP never indexes
+    # a tuple of results, but unpacks it into names.
     return 1 if isinstance(parent, ast.AnnAssign | ast.Subscript | ast.Attribute) else None
 
 
@@ -328,7 +341,10 @@ def _file_of(root: Path, module: str) -> Path | None:
 
 
 def _own_nodes(node: ast.AST) -> Iterator[ast.AST]:
-    """Yield the nodes below one, without those inside of functions and classes."""
+    """Yield the nodes below `node`.
+
+    What is inside of a function or class below it is left out.
+    """
     for child in ast.iter_child_nodes(node):
         yield child
         if not isinstance(child, ast.FunctionDef | ast.ClassDef | ast.Lambda):

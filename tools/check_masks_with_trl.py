@@ -78,7 +78,11 @@ def write_tokenizer(folder: Path, template: str) -> None:
 
 
 def compare(own: Path, marked: Path, folder: Path) -> Counter[str]:
-    """Compare all conversations in the templates `own` and `marked`; count the outcomes."""
+    """Compare the loss masks of all conversations, and count the outcomes.
+
+    The file `own` has a model's chat template, which ISP masks. `marked` has TRL's variant of it,
+    whose generation blocks mark the trained tokens. A tokenizer is written into `folder`.
+    """
     write_tokenizer(folder, own.read_text())
     tokenizer = load_tokenizer(str(folder))
     ours, theirs = ChatTemplate(tokenizer), ChatTemplate(tokenizer, str(marked))

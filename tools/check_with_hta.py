@@ -26,14 +26,15 @@ from pathlib import Path
 from typing import Any
 
 TOLERANCE = 2.0
-"""Percentage points."""
+"""The largest difference of two percentages, in percentage points."""
 _COMPUTE_STREAM = 7
 _FIRST_CHANNEL_STREAM = 20
 
 
 def main() -> int:
     """Compare every mode and rank of the profile in the folder that the command line names."""
-    logging.disable()  # of HTA, which logs each of its steps
+    # Turn log lines off, as HTA logs each of its steps.
+    logging.disable()
     warnings.simplefilter("ignore")
     profile = json.loads((Path(sys.argv[1]) / "profile.json").read_text())
     worst = 0.0
@@ -86,7 +87,8 @@ def as_gpu_trace(timeline: dict[str, Any]) -> list[dict[str, Any]]:
         for c in collectives
     ]
     end, reached = max([timeline["end_ms"], *(c["end_ms"] for c in collectives)]), zero
-    # Compute runs from the end of one blocked wait to the beginning of the next wait.
+    # Compute runs while no wait blocks: add an event from the end of each blocked wait to the
+    # beginning of the next one, one before the first wait, and one after the last.
     for c in sorted(collectives, key=lambda c: c["wait_ms"]):
         if c["wait_ms"] > reached:
             kernels.append(("compute", _COMPUTE_STREAM, reached, c["wait_ms"]))

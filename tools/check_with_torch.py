@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 TOLERANCE = 2.0
-"""Percentage points."""
+"""The largest difference of two percentages, in percentage points."""
 _TORCH = 1_000_000
 """The first process number of torch.profiler's events in the trace; each rank has a thousand."""
 _COMPUTE_LANE, _WAITS_LANE = 1, 2
@@ -44,7 +44,11 @@ def length(spans: Iterable[Span]) -> float:
 
 
 def shares(events: list[dict[str, Any]]) -> Iterator[tuple[int, float, float]]:
-    """Yield for each rank with kernels: number, percent of the step exposed by torch, by ISP."""
+    """Yield for each rank that ran kernels a tuple: rank, and two percentages of the step.
+
+    Both say for how much of the step communication was exposed: first as the events of
+    torch.profiler show it, then as ISP's do.
+    """
     slices = [e for e in events if e.get("ph") == "X"]
     for rank in sorted({e["pid"] for e in slices if e["pid"] < _TORCH}):
         own = [e for e in slices if e["pid"] == rank]

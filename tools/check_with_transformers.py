@@ -22,7 +22,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-import torch._dynamo  # torch.optim loads it: once here, not in every forked rank
+import torch._dynamo  # torch.optim imports it in every forked rank, unless it is imported here
 import torch.distributed as dist
 import transformers
 from torch import Tensor, nn
@@ -36,7 +36,7 @@ from isp.config import JobConfig
 from isp.config.data import DataConfig
 from isp.config.sections import TrainingConfig
 from isp.core.mesh.config import ExpertConfig, Mode, ParallelConfig, TensorConfig, WeightConfig
-from isp.loop.parallelize import ParallelRun, parallelize  # here, not in every forked rank
+from isp.loop.parallelize import ParallelRun, parallelize  # imported before ranks are forked
 from isp.models.huggingface.tiny import kept_in_float64
 from isp.parity.forked import RankError, run_ranks
 from model.config import ModelConfig
@@ -44,8 +44,8 @@ from model.config import ModelConfig
 RANKS, BATCH, LENGTH, SEED = 2, 2, 64, 42
 STEPS, RATE = 20, 3e-4
 TOLERANCES = 1e-5, 5e-3
-"""Absolute and relative tolerances of `allclose`: of both mixins, and of older versions of the
-tensor-parallel one."""
+"""Tolerances of `allclose`, each both absolute and relative: that of transformers' tensor-parallel
+and FSDP tests, and that of older versions of the tensor-parallel tests."""
 
 TESTER = {
     "vocab_size": 100, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2,
@@ -54,17 +54,17 @@ TESTER = {
     "moe_intermediate_size": 16, "shared_expert_intermediate_size": 36, "num_experts_per_tok": 2,
     "num_experts": 8,
 }  # fmt: skip
-"""Sizes of transformers' CausalLMModelTester (`_TEXT_MODEL_TESTER_DEFAULTS` of 5.23); the mixin
-rounds the vocabulary of 99 up to the ranks. Keys that a configuration lacks are left out."""
+"""Sizes of transformers' CausalLMModelTester (`_TEXT_MODEL_TESTER_DEFAULTS` of 5.23). Its
+tests round the vocabulary of 99 up to the ranks. Keys that a configuration lacks are left out."""
 FSDP_TESTER = {
     "vocab_size": 256, "hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4,
     "num_key_value_heads": 4, "moe_intermediate_size": 32,
 }  # fmt: skip
-"""Sizes that the FSDP mixin sets in `_get_tiny_config`."""
+"""Sizes that transformers' class of FSDP tests sets in `_get_tiny_config`."""
 
 MODELS: dict[str, dict[str, Any]] = {
-    # Windows of 16, the shared KV heads of llama and the 8 experts of gpt_oss are ours: with
-    # the tester's sizes, 64 tokens would not reach a window.
+    # These sizes are not those of transformers' tests: windows of 16, as 64 tokens would not reach
+    # the end of a larger one, shared KV heads of llama and 8 experts of gpt_oss.
     "llama": {"num_attention_heads": 4},
     "qwen3": {},
     "gemma2": {"sliding_window": 16},
@@ -104,9 +104,9 @@ class Case(NamedTuple):
     work: str = ""
     """An empty folder that all ranks may write."""
     theirs: dict[str, Any] | None = None
-    """Keys of transformers' DistributedConfig."""
+    """Keys of transformers' DistributedConfig; None: transformers does not shard the model."""
     ours: ParallelConfig | None = None
-    """The layout of ISP."""
+    """The layout in which ISP shards the model; None: ISP does not run it."""
 
 
 class Found(NamedTuple):
@@ -155,7 +155,7 @@ def load(case: Case) -> Any:
 
 
 def make_run(case: Case) -> ParallelRun:
-    """Shard a case's model by ISP, with the mixin's optimizer."""
+    """Shard a case's model by ISP, with the optimizer (Adam) of transformers' FSDP tests."""
     assert case.ours is not None
     dtype: Any = str(case.dtype).removeprefix("torch.")
     config = JobConfig(
@@ -169,7 +169,10 @@ def make_run(case: Case) -> ParallelRun:
 
 
 def tokens(config: Any) -> Tensor:
-    """Return the same random rows on every rank; labels are the tokens, as in both mixins."""
+    """Return random rows, the same on every rank.
+
+    They are also the labels, as in the test classes of transformers that this program repeats.
+    """
     return torch.randint(config.vocab_size, (BATCH, LENGTH), generator=torch.manual_seed(SEED))
 
 
@@ -179,7 +182,7 @@ def whole(tensor: Tensor) -> Tensor:
 
 
 def logits_and_gradients(case: Case) -> Found:
-    """Compute what the tensor-parallel mixin compares: logits, a loss and every gradient."""
+    """Compute what transformers' tensor-parallel tests compare: logits, a loss, all gradients."""
     model: Any = load(case) if case.ours is None else make_run(case)
     ids = tokens((model if case.ours is None else model.model).config)
     if case.ours is None:
@@ -193,7 +196,8 @@ def logits_and_gradients(case: Case) -> Found:
         logits = model.eval().logits(ids)
     loss = model.train().loss(ids)
     model.backward(loss, last=True)
-    model.grad_norm()  # sums gradients over the ranks
+    # Call this for what it does besides: it sums the gradients over the ranks.
+    model.grad_norm()
     items, gradients = model.train_step.built.trained, model.train_step.gradients
     found = {item.name: gradients.whole(item.parameter) for item in items}
     outputs = {"logits": logits, "loss": loss.detach()}
@@ -201,10 +205,10 @@ def logits_and_gradients(case: Case) -> Found:
 
 
 def train(case: Case) -> Found:
-    """Train as the FSDP mixin does: steps of Adam on one batch, saved and resumed halfway.
+    """Train as transformers' FSDP tests do: steps of Adam on one batch, saved and resumed halfway.
 
-    The plain model, in one process, is not saved. The mixin compares with DDP, whose ranks have the
-    same batch, so its gradients are the plain model's.
+    The plain model, in one process, is trained without saving. transformers compares with DDP
+    instead of it, where all ranks have the same batch, so the gradients are the same.
     """
     model: Any = load(case) if case.ours is None else make_run(case)
     sharded = dist.is_initialized()
@@ -280,7 +284,8 @@ def differences(found: Found, plain: Found) -> Differences:
     least = 1e-6 * max(x.abs().max().item() for x in plain.tensors.values())
     for name, value in found.tensors.items():
         expected = plain.tensors.get(name)
-        if expected is None:  # an expert without tokens: no gradient, and zeros in a shard
+        # An expert without tokens has no gradient in the plain model, and zeros in a sharded one.
+        if expected is None:
             pairs.append((value, torch.zeros_like(value)))
             continue
         pairs.append((value, found.shard[name](expected) if found.shard else expected))
@@ -321,8 +326,8 @@ def contestants(which: str, config: Any) -> dict[str, dict[str, Any]]:
     ways: dict[str, dict[str, Any]] = {"transformers tp": {"theirs": {"tp_size": RANKS}}}
     ways |= {f"isp {mode}": {"ours": layout(mode, RANKS)} for mode in modes}
     if getattr(config, "base_model_ep_plan", None) is not None:
-        # Not by the mixin's enable_expert_parallel: transformers 5.24 refuses it, as it finds no
-        # plan for the other weights.
+        # transformers' tests set enable_expert_parallel instead. transformers 5.24 refuses that
+        # key, as it finds no plan for the other weights.
         ways["transformers ep"] = {"theirs": {"tp_size": RANKS, "ep_size": RANKS}}
         ways["isp mtp, expert 2"] = {"ours": layout(Mode.MTP, RANKS, expert=RANKS)}
     return ways

@@ -59,7 +59,7 @@ Step = Callable[[Tensor], float]
 
 
 def ways() -> dict[str, dict[str, Any]]:
-    """Return the ways to train, by name, with the arguments of the method that builds the step."""
+    """Return the ways to train: for each name, keywords of the method that builds its step."""
     found: dict[str, dict[str, Any]] = {
         "fully_shard, default": {},
         "fully_shard, asynchronous gathers": {"gathers": True},
@@ -78,13 +78,17 @@ def ways() -> dict[str, dict[str, Any]]:
 
 
 class Comparison:
-    """The part of one rank in the comparison."""
+    """What one rank does in the comparison.
+
+    Every rank makes one and calls `run`; rank 0 prints.
+    """
 
     def __init__(self, rank: int, world: int, options: argparse.Namespace, wires: Wires) -> None:
         self.rank, self.world, self.options, self.wires = rank, world, options, wires
         os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world)}
         torch.set_num_threads(1)
-        Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM, the peak of memory
+        # Reset VmHWM, the peak of this process's memory.
+        Path("/proc/self/clear_refs").write_text("5")
         self.began = _status("VmRSS")
 
     def run(self) -> None:

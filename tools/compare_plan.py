@@ -32,7 +32,10 @@ GOAL = 0.15
 
 
 def plan_of(bench: Bench, weight: WeightConfig) -> PlanCase:
-    """Return the benchmark's step as a case for the plan."""
+    """Describe the benchmark's step to `isp plan`: model, layout, tokens and memory settings.
+
+    `weight` are the settings of the weight group; its size is replaced by the number of ranks.
+    """
     parallel = ParallelConfig(tensor=TensorConfig(size=1), weight=replace(weight, size=bench.world))
     return PlanCase(
         # The benchmark attends over 16 tokens only: a window of 1 makes attention free in the plan.

@@ -63,12 +63,8 @@ class PacedAttention(CpuAttention):
         time.sleep(_BACKWARD * self._seconds(q.unsqueeze(0), rest[-1]))
         return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
 
-    def sleep(self, number: int) -> None:
-        """Sleep for `number` pairs, which the caller has multiplied by heads and `_BACKWARD`."""
-        time.sleep(self.seconds_a_pair * number)
-
     def _seconds(self, q: Tensor, mask: AttentionMask) -> float:
-        """Return the sleep of a forward with `q` [B, S, H, d]."""
+        """Return for how many seconds a forward with `q` [B, S, H, d] sleeps."""
         rows = [q.shape[1]] * q.shape[0]
         packed = mask.cu_seqlens is not None
         lengths, keys = (mask.lengths, mask.key_lengths) if packed else (rows, rows)
@@ -87,7 +83,10 @@ def pairs(lengths: Sequence[int], key_lengths: Sequence[int], *, causal: bool = 
 
 
 class _Slept(torch.autograd.Function):
-    """A function of q that sleeps in forward and backward, as attention of `PacedAttention`."""
+    """The autograd function of `PacedAttention`: returns a copy of q.
+
+    The forward sleeps for `seconds`, the backward `_BACKWARD` times as long.
+    """
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, seconds: float) -> Tensor:
@@ -138,21 +137,23 @@ class BothWaysChannel(Channel):
         tag: Tag = UNNAMED,
     ) -> Pending:
         if out_rows is not None and self.link is not None:
-            # A rank's rows to itself are in `out` and in `x`, so they cancel out.
+            # What this rank sends to itself is in `out` and in `x`, so the difference is only of
+            # what the link carries.
             self.link.more_comes = max(0, out.nbytes - x.nbytes)
         return super().all_to_all_into(out, x, out_rows=out_rows, in_rows=in_rows, tag=tag)
 
     def permute(self, x: Tensor) -> Pending:
-        """Send `x` to the next rank, and receive that of the rank before, by all-to-all.
+        """Send `x` to the next rank, and return the `x` of the rank before, by an all-to-all.
 
-        torch's ring does so by default.
+        The ring of torch's `context_parallel` does so by default.
         """
-        rows = [[0] * self.size for _ in range(2)]  # by rank: rows received, rows sent
+        # Two lists: the number of rows received from each rank, and of rows sent to each rank.
+        rows = [[0] * self.size for _ in range(2)]
         rows[0][self.rank - 1] = rows[1][(self.rank + 1) % self.size] = x.shape[0]
         return self.all_to_all_into(torch.empty_like(x), x, out_rows=rows[0], in_rows=rows[1])
 
     def rotate(self, x: Tensor) -> Pending:
-        """Send `x` to the next rank, and receive that of the rank before, by send and recv."""
+        """Send `x` to the next rank, and return the `x` of the rank before, by send and recv."""
         sent = self.send(x, (self.rank + 1) % self.size)
         coming = self.recv(torch.empty_like(x), (self.rank - 1) % self.size)
 
@@ -204,15 +205,19 @@ class Ways:
         return ways
 
     def _ours(self, h: int, c: int, *, ring: bool = False) -> Way:
-        """Return ISP's attention over `h` head ranks, within each of `c` context ranks."""
+        """Return ISP's attention over `h` * `c` ranks.
+
+        h ranks exchange tokens for heads, c ranks exchange keys and values: in a ring if `ring`.
+        """
         head = self._channel("head", [[i * h + j for j in range(h)] for i in range(c)])
         context = self._channel("context", [[i * h + j for i in range(c)] for j in range(h)])
         plan = SequenceSplit.of(self.lengths, c)
         inner = ContextAttention(self.local, context, ((None, 1),), ring=ring)
         attention = DistributedAttention(inner if c > 1 else self.local, head)
-        kv = max(h, self.heads.kv)  # with fewer KV heads than ranks, each is sent to several ranks
-        # q, k, v and the output change heads; keys and values go to the context ranks that see
-        # them. The backward sends the same again.
+        # If there are fewer KV heads than ranks, each head is sent to several ranks.
+        kv = max(h, self.heads.kv)
+        # By all-to-all, q, k, v and the output are sent once each. Keys and values also go to each
+        # context rank whose queries see them. The backward sends as much again.
         on_heads = 2 * (self.heads.query + kv) * sum(self.lengths) * (h - 1) // h
         least = 2 * self.heads.size * (on_heads + 2 * kv * received(plan))
         name = f"{h} x {c}, ring" if ring else f"{h} x {c}" if c > 1 else "Ulysses alone"
@@ -268,11 +273,12 @@ class _Ring:
 
     @cached_property
     def steps(self) -> list[tuple[Tensor, Tensor, AttentionMask] | None]:
-        """The ring's steps, in order: at step s this rank has the block of the rank s before it.
+        """What this rank computes at each step of the ring, in order.
 
-        Each is (rows of the queries that see keys of the block, rows of these keys in the block,
-        mask), or None if no query sees any. A slice of queries sees the slices of its document that
-        end no later than itself.
+        At step s it has the block of keys and values of the rank s places before it. A step is a
+        tuple: indices of the queries that see keys of the block, indices of these keys in the
+        block, mask. It is None if no query sees any. A slice of queries sees the slices of its
+        document that end no later than the slice itself.
         """
         size, rank = self.channel.size, self.channel.rank
         return [self._step((rank - step) % size) for step in range(size)]
@@ -374,7 +380,8 @@ class _TorchsRing:
                 return self.coming.wait()
 
         torchs._create_rotater = lambda *_, **__: Rotater()
-        torchs._cp_options.convert_to_f32 = False  # otherwise the comparison is not in float64
+        # Without this torch would merge the outputs in float32, and the comparison is in float64.
+        torchs._cp_options.convert_to_f32 = False
 
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool

@@ -60,17 +60,22 @@ def imports_between(graph: grimp.ImportGraph, scope: str) -> dict[str, set[str]]
 
 
 def layered(imports: dict[str, set[str]]) -> list[Package]:
-    """Return the packages from the top layer down, without imports that follow from others."""
-    below = {name: {*others} for name, others in imports.items()}  # also through others
+    """Return the packages from the top layer down.
+
+    If a package imports b, and b imports c, an import of c by the package itself is left out.
+    """
+    # For each package, all that it imports: directly, or through another package.
+    below = {name: {*others} for name, others in imports.items()}
     for middle in below:
         for others in below.values():
             if middle in others:
                 others |= below[middle]
-    # Packages of one cycle reach each other: they become one, so that layers exist.
+    # Packages that import each other in a cycle have no order: draw them as one box.
     cycle = {a: tuple(sorted({a} | {b for b in below[a] if a in below[b]})) for a in below}
     layers: dict[tuple[str, ...], int] = {}
     for names in sorted({*cycle.values()}, key=lambda names: len(below[names[0]] - {*names})):
-        under = {cycle[b] for b in below[names[0]] - {*names}}  # fewer are below these: known
+        # The layers of these packages are known, as packages with fewer imports come first.
+        under = {cycle[b] for b in below[names[0]] - {*names}}
         layers[names] = 1 + max((layers[other] for other in under), default=0)
     found = []
     for names, layer in layers.items():

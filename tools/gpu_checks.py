@@ -175,7 +175,8 @@ def attention(device: torch.device) -> Iterator[dict[str, Any]]:
             print(f"{backend:<8} {name:<7} {fault[:90]}", flush=True)
             yield {"backend": backend, "row": name, "fault": fault}
         else:
-            # Of two products of size 128 in forward: with backward 3 times as many FLOPs.
+            # A pair of query and key costs two products of size 128 in forward, that is 4 * 128
+            # FLOPs for each head; forward and backward together are counted as 3 forwards.
             rates = [factor * 4 * 128 * pairs / s / 1e12 for factor, s in ((1, one), (3, two))]
             print(
                 f"{backend:<8} {name:<7} {rates[0]:8.1f} {rates[1]:8.1f} {two * 1e3:9.2f}",
@@ -227,7 +228,7 @@ def parity(device: torch.device) -> Numbers:
     steps, tokens = (20, 512) if device.type == "cuda" else (2, 64)
 
     def on(where: torch.device) -> list[float]:
-        # With the initial weights of a run, which are the same on every device.
+        # Draw the initial weights as a training run does: they are the same on every device.
         config = job(where, tokens, *keys)
         step = make_train_step(
             trained_model(config),
@@ -268,7 +269,10 @@ def deterministic(device: torch.device) -> Numbers:
 
 
 def syncs(device: torch.device) -> Numbers:
-    """Find the lines of code that make the host wait for the device, in 2 micro-batches a step."""
+    """Find the lines of code that make the host wait for the device.
+
+    The steps have two micro-batches.
+    """
     config = qwen(device, 2048, "--data.micro_num=2")
     step, steps = make_step(config, device), 3
     batches = [[rows(config, device, 2 * i + j) for j in range(2)] for i in range(steps + 1)]
@@ -351,7 +355,8 @@ def efficiencies(device: torch.device) -> Numbers:
     attend = make_local_attention(device=device, dtype=dtype, head_dim=128, group=4)
     dout, mask = leaves[0].detach(), AttentionMask.of_documents([length])
     both = seconds(lambda: torch.autograd.grad(attend(*leaves, mask=mask), leaves, dout), device)
-    attended = 3.5 * 2 * 32 * 128 * length**2  # as in `isp plan`: backward is 2.5 forwards
+    # Count FLOPs as `isp plan` does: a backward as 2.5 forwards.
+    attended = 3.5 * 2 * 32 * 128 * length**2
     x = torch.empty(copied, dtype=torch.uint8, device=device)
     copy = 2 * copied / seconds(lambda: x.clone(), device)
     found: dict[str, float] = {

@@ -39,8 +39,8 @@ FIRST_KERNEL = (
 def timed(command: list[str], limit: float = 20.0) -> str:
     """Run a command for at most `limit` seconds; return the seconds it took and its output.
 
-    Instead of the output of a command that fails, returns the end of its errors; of one that cannot
-    be run or is stopped, the name of the exception.
+    If the command fails, the end of its error output replaces the output. If it cannot be started,
+    or is stopped at the limit, the name of the exception does.
     """
     begin = time.perf_counter()
     try:

@@ -70,8 +70,9 @@ class Machine(NamedTuple):
 
 
 def install_wheels(folder: Path) -> None:
-    """Install the wheels in `.whl` into `folder`, first on the path, if one is a new package.
+    """Install all wheels in the folder `.whl` into `folder`, and put that first on the path.
 
+    Nothing is installed if this Python already has the packages of all wheels.
     A wheel that cannot be installed is printed and left out: `look` checks for needed packages.
     """
     wheels = sorted(WHEELS.glob("*.whl"))
@@ -84,7 +85,8 @@ def install_wheels(folder: Path) -> None:
         done = subprocess.run(command, capture_output=True, text=True)
         return done.stderr.strip()[-300:] or "pip failed" if done.returncode else ""
 
-    if fault(*wheels):  # one bad wheel fails the whole command: install them one by one
+    # If one wheel is bad, pip installs none: install them one by one.
+    if fault(*wheels):
         for wheel in wheels:
             if why := fault(wheel):
                 print(f"{wheel.name} is not installed: {why}")
@@ -106,7 +108,8 @@ def recipe(packages: Sequence[str]) -> str:
     """Return an error that says how to bring `packages` to a machine without a network."""
     lines = (ROOT / "constraints.txt").read_text().splitlines()
     pins = dict(line.split("==", 1) for line in lines if "==" in line and line[0] != "#")
-    # `pip download` gets no dependencies (--no-deps): torch would be among them.
+    # Name the packages that come along: `pip download` runs with --no-deps, as torch would be among
+    # the dependencies.
     named = [one for package in packages for one in (package, *ALONG.get(package, ()))]
     pinned = " ".join(f"{one}=={pins[one]}" if one in pins else one for one in named)
     kinds = ("manylinux_2_28", "manylinux_2_17", "manylinux2014")
@@ -219,7 +222,8 @@ def end_group(process: subprocess.Popen[Any]) -> None:
         with suppress(subprocess.TimeoutExpired):
             process.wait(timeout=5)
         os.killpg(process.pid, signal.SIGKILL)
-    with suppress(subprocess.TimeoutExpired):  # a killed process can hang in the driver
+    # Do not wait longer: even a killed process can hang in the driver.
+    with suppress(subprocess.TimeoutExpired):
         process.wait(timeout=5)
 
 
@@ -231,8 +235,8 @@ def log_of(step: str, folder: Path) -> list[str]:
 def pack(folder: Path) -> None:
     """Write all logs, JSON files and the page into results.tgz, replacing it at once.
 
-    The folder that the environment variable OUT names gets only the archive and the page: what
-    copies its files back may take only a few.
+    If the environment variable OUT names a folder, only the archive and the page are copied there,
+    as a service that copies files from there may take only a few.
     """
     half = folder / "results.part"
     with tarfile.open(half, "w:gz") as archive:
@@ -289,7 +293,8 @@ def write_page(machine: Machine, found: Sequence[dict[str, Any]], folder: Path) 
 def chosen(names: Sequence[str], machine: Machine, found: dict[str, dict[str, Any]]) -> list[Step]:
     """Return the steps that `names` choose; print and leave out those that cannot run here.
 
-    The last part also has the steps of earlier parts that have not run, and those without a part.
+    If the last part is chosen, so are the steps of earlier parts that have not run yet, and the
+    default steps that belong to no part.
     """
     picked, last = [], list(PARTS)[-1] in names
     for step in STEPS:
@@ -387,7 +392,7 @@ def run_all(options: argparse.Namespace, machine: Machine, folder: Path) -> int:
             print(f"{step.name}: not begun, as {max(0, left):.0f} s are left: run this again")
             continue
         print(f"{step.name}: {step.asks} ...", flush=True)
-        # On a CPU, imports alone can take most of a limit.
+        # On a CPU double the limit, as imports alone can take most of it.
         limit = step.seconds * (1 if machine.device == "cuda" else 2)
         found[step.name] = one = run(step, machine, folder, min(limit, left))
         for line in log_of(step.name, folder)[-step.shown :]:

@@ -32,27 +32,30 @@ class Step(NamedTuple):
 
     name: str
     asks: str
-    """The question that it answers."""
+    """The question that the step answers."""
     seconds: float
-    """Its time limit."""
+    """The time limit of the step."""
     command: str
     """The command line on GPUs."""
     toy: str
     """The command line on a CPU, at toy size; empty: the step is left out there."""
     part: str = ""
-    """One of `PARTS`; empty: the step runs after both, if there is time for all of it."""
+    """The part of `PARTS` to which the step belongs.
+
+    A step without a part runs after the steps of the last part, if there is time for all of it."""
     gpus: int = 1
-    """The fewest GPUs that it needs."""
+    """The fewest GPUs that the step needs."""
     default: bool = True
-    """Whether it runs when no step is named; if not, only by its name."""
+    """Whether the step runs when no step is named; if not, it runs only by its name."""
     shown: int = 12
-    """Lines at the end of its log that the terminal shows."""
+    """How many lines at the end of the step's log the terminal shows."""
 
     @property
     def least(self) -> float:
-        """Seconds that must be left for the step to begin.
+        """The step begins only if at least this many seconds are left.
 
-        A step of a part is useful in a third of its limit: benchmarks save each row.
+        For a step of a part it is a third of the limit: benchmarks save each row, so the rows
+        measured until then are kept.
         """
         return self.seconds / 3 if self.part else self.seconds
 
@@ -312,7 +315,7 @@ def write_whole(path: Path, text: str) -> None:
 
 
 def tests_of(kind: str) -> list[str]:
-    """Return the test files of a kind: nccl (marked so), kernel (`KERNELS`) or gpu (the others).
+    """Return the test files of a kind: nccl (with this mark), kernel (in `KERNELS`), gpu (others).
 
     Naming them saves time: collecting all tests takes longer than running these.
     """
@@ -323,7 +326,10 @@ def tests_of(kind: str) -> list[str]:
 
 
 def words(step: Step, device: str, gpus: int, numbers: Path, folder: Path) -> list[str]:
-    """Return the command line of a step on `gpus` GPUs; on a CPU with two ranks."""
+    """Return the command line of a step, with the `{..}` in it filled in.
+
+    It runs on `gpus` GPUs. Steps with several ranks have two on a CPU, and at least two on GPUs.
+    """
     filled = {
         "{python}": sys.executable,
         "{json}": str(numbers),

@@ -47,10 +47,12 @@ def described(config: dict[str, Any]) -> dict[str, Any]:
 
 def renamed(name: str, tensor: Tensor, config: dict[str, Any]) -> Iterator[tuple[str, Tensor]]:
     """Yield the Llama's tensors that one tensor of InternLM2 becomes, with their names."""
-    if name.endswith("rotary_emb.inv_freq"):  # of older folders; computed from rope_theta
+    # Older folders have this tensor. A Llama has none: it computes it from rope_theta.
+    if name.endswith("rotary_emb.inv_freq"):
         return
     if ".attention.wqkv." in name:
-        # Rows: for each KV group its query heads, then its key head, then its value head.
+        # The rows of the fused weight are, for each KV head: its query heads, then its key head,
+        # then its value head.
         heads = config["num_attention_heads"]
         groups = config.get("num_key_value_heads") or heads
         shared, size = heads // groups, config["hidden_size"] // heads
@@ -80,7 +82,8 @@ def convert(source: Path, target: Path) -> None:
     copy_tokenizer(source, target)
     if (tokenizer := target / "tokenizer_config.json").is_file():
         kept = read_json(tokenizer)
-        for of_code in ("auto_map", "tokenizer_class"):  # InternLM2's own, which is not copied
+        # These keys name InternLM2's own code, which is not copied.
+        for of_code in ("auto_map", "tokenizer_class"):
             kept.pop(of_code, None)
         tokenizer.write_text(json.dumps(kept, indent=2) + "\n")
 

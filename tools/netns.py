@@ -93,8 +93,8 @@ class Wires:
         """Move the calling process, which must have one thread, into the namespace of `rank`."""
         assert self._janitor is not None
         assert self._janitor.stdin is not None
-        # A forked rank has a copy of the pipe's writing end: close it, or the shell would wait for
-        # this process, too.
+        # A forked rank has a copy of the pipe's writing end. Close the copy, or the shell would
+        # also wait for this rank to end.
         self._janitor.stdin.close()
         libc = ctypes.CDLL(None, use_errno=True)
         with open(f"/run/netns/{self._ranks[rank]}") as namespace:

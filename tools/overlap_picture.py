@@ -37,16 +37,19 @@ class Step(NamedTuple):
     """The times of one step, in seconds."""
 
     forward: float
-    """End of forward, since the step began."""
+    """Seconds from the beginning of the step to the end of its forward."""
     end: float
-    """End of the step, since it began."""
+    """Seconds from the beginning of the step to its end."""
     transfers: list[TimedTransfer]
     began: float
-    """The beginning, in `time.perf_counter`, as the times of `transfers`."""
+    """When the step began, by `time.perf_counter`, which also the times of `transfers` are of."""
 
 
 class Drawing(Bench):
-    """Times the three rows of `ROWS`, and draws the median step of each on rank 0."""
+    """Times the three ways to train in `ROWS` (two of fully_shard, and ISP).
+
+    Rank 0 draws the median step of each.
+    """
 
     def run(self) -> None:
         rows = {row.name: row for row in self.rows if row.name in ROWS}

@@ -61,7 +61,7 @@ class StepResult(NamedTuple):
     loss: Tensor
     """This rank's part of the mean over the tokens of all ranks."""
     forward_ended: float
-    """A time of `time.perf_counter`."""
+    """When forward ended, by `time.perf_counter`."""
 
 
 def llama_layers(number: int, *, quick: bool = False) -> ModelConfig:
@@ -125,7 +125,9 @@ class Compute:
     dtype: torch.dtype = torch.float32
     attention: LocalAttention = field(default_factory=CpuAttention, repr=False)
     draw: Callable[[Sequence[ShardedParameter]], object] | None = field(default=None, repr=False)
-    """Fills the shards with values that may differ between rows; None: the same weights in all."""
+    """Fills the shards with random values, which may differ between the rows of the table.
+
+    None: all rows have the same weights."""
 
     def build(self, mesh: Mesh, communicator: WPCommunicator) -> Built:
         """Build ISP's decoder, whose weights are the same in every row unless there is `draw`."""
@@ -148,7 +150,8 @@ class Compute:
     def plain(self) -> Decoder:
         """Build the same decoder in plain torch, with float32 weights, as usual for fully_shard."""
         _, parameters, _ = replace(self, dtype=torch.float32).build(mesh_of(1, 0), LocalWeights())
-        with self.device:  # the weights drawn here are replaced by the line after this
+        # The constructor draws weights, which `load_state_dict` below replaces.
+        with self.device:
             model = Decoder(self.model)
         model.load_state_dict({item.name: item.parameter.detach() for item in parameters})
         for linear in model.modules() if self.paced_gflops else ():
@@ -166,9 +169,10 @@ class Compute:
         if isinstance(layer, ShardedEmbedding):
             return 0.0
         rows, columns = layer.layouts["weight"].global_shape
-        # The head computes its three products in forward. 3/2 of a product in each of two sleeps
-        # (forward, weight gradient) would be right; it also sleeps in backward, where the use only
-        # launches gathers, so its compute is 1.5 products too long.
+        # The head computes all its three products (output, input gradient, weight gradient) in
+        # forward. So it should sleep for 3 products in all, but it sleeps three times, each for 3/2
+        # of a product: in forward, for the weight gradient, and in backward, where it computes
+        # nothing and only launches gathers. Its compute is 1.5 products too long.
         if layer.name == "lm_head":
             rows = 3 * rows // 2
         return self.seconds(rows, columns)
@@ -189,7 +193,10 @@ class Compute:
         return StepResult(loss.detach(), forward_ended)
 
     def by_chunk(self, chunk: StageModule) -> LossOf:
-        """Return the loss function of ISP's decoder."""
+        """Return a function of ids, positions and labels that runs ISP's decoder.
+
+        It returns the sum of this rank's losses.
+        """
 
         def loss_of(ids: Tensor, positions: Tensor, labels: Tensor) -> Tensor:
             expected = torch.tensor(self.scale, device=self.device)
@@ -232,7 +239,8 @@ def mesh_of(world_size: int, rank: int, **options: Any) -> Mesh:
 
 def compute_alone(compute: Compute) -> Row:
     """Return the row in which every rank has the whole model and nothing is communicated."""
-    built = compute.build(mesh_of(1, 0), LocalWeights())  # in a mesh of one rank, on every rank
+    # Each rank builds the model in a mesh of its own with one rank.
+    built = compute.build(mesh_of(1, 0), LocalWeights())
 
     def step() -> StepResult:
         built.gradients.zero()
@@ -252,13 +260,14 @@ def compute_alone(compute: Compute) -> Row:
 
 
 def traffic(alone: Row, moves: Sequence[TimedTransfer], channel: Channel) -> Row:
-    """Return compute alone while a thread moves the bytes of `moves`, for which no compute waits.
+    """Return the row that computes alone while a thread moves as many bytes as `moves`.
 
+    No compute waits for these transfers.
     It shows what the transfers themselves cost the cores. `forward_ended` is the end of compute.
     """
 
     def step() -> StepResult:
-        # The same transfers on every rank in the same order, so that they match each other.
+        # Every rank makes the same transfers in the same order, so that they match each other.
         mover = threading.Thread(target=move, args=(moves, channel))
         mover.start()
         result = alone.step()
@@ -331,7 +340,10 @@ class _Arriving(dist.Work):
 
 
 class _ThroughChannel:
-    """fully_shard's collectives through a channel, so that link and log are the same for all."""
+    """A collective of fully_shard that is sent through a channel.
+
+    So ISP and fully_shard use the same link, and their transfers are in the same log.
+    """
 
     def __init__(self, channel: Channel, deferred: list[Pending] | None = None) -> None:
         self.channel = channel
@@ -455,7 +467,8 @@ def theirs(
 
     def step() -> StepResult:
         model.zero_grad()
-        if prefetch:  # no unit before these could request them
+        # Request the first two units here, as no unit before them could.
+        if prefetch:
             for unit in chain[:2]:
                 unit.unshard(async_op=True)
         result = compute.forward_and_backward(loss_of)

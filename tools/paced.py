@@ -76,12 +76,12 @@ class Paced(WPCommunicator):
 
     @property
     def route(self) -> WeightGradientRoute | None:  # type: ignore[override]
-        """The route of the communicator."""
+        """`route` of the wrapped communicator: it takes the factors of weight gradients."""
         return self.communicator.route
 
     @property
     def product_sink(self) -> ProductSink | None:  # type: ignore[override]
-        """The sink of the communicator."""
+        """`product_sink` of the wrapped communicator: it multiplies weight gradients."""
         return self.communicator.product_sink
 
     def pass_by(self, key: Hashable) -> None:

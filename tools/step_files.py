@@ -24,7 +24,7 @@ WORDS = ["--training.steps=3", "--validation.freq=0", "--checkpoint.async_mode=d
 
 
 def main() -> None:
-    """Train for three steps, and print the files of functions that the second one called."""
+    """Train for three steps, and print the files of all functions that the second step called."""
     found: set[str] = set()
     take = Trainer._train_step
 
@@ -32,7 +32,8 @@ def main() -> None:
         found.add(frame.f_code.co_filename)
 
     def traced(trainer: Trainer, outputs: object) -> object:
-        sys.settrace(note if trainer.step == 1 else None)  # the first step also sets up
+        # Trace only the second step, as the first one also sets things up.
+        sys.settrace(note if trainer.step == 1 else None)
         try:
             return take(trainer, outputs)  # type: ignore[arg-type]
         finally:

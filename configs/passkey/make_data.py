@@ -48,7 +48,10 @@ def text(passkey: Passkey) -> str:
 
 
 def labels(passkey: Passkey) -> list[int]:
-    """Return a label for each byte: the byte itself in the key's repetition and the answer."""
+    """Return a label for each byte of the text.
+
+    It is the byte itself in the second occurrence of the key and in the answer, else IGNORE_INDEX.
+    """
     found = [IGNORE_INDEX] * len(text(passkey))
     again = passkey.prompt.index(AGAIN) + len(AGAIN)
     for begin, end in (

@@ -40,7 +40,7 @@ def main(config: str, steps: int) -> list[float]:
         loss = F.kl_div(logits.log_softmax(-1), goal, reduction="sum")
         student.backward(loss / (rows.numel() * student.dp_size), last=True)
         outcome = student.step(lr=1e-2)
-        losses.append(outcome.loss)  # summed over data ranks: the mean of all tokens
+        losses.append(outcome.loss)  # all data ranks' sum: the mean of all tokens
         if student.mesh.rank == 0:
             print(f"step {step}: loss {outcome.loss:.4f}  grad_norm {outcome.grad_norm:.3f}")
     return losses

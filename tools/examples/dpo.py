@@ -46,7 +46,7 @@ def main(config: str, steps: int) -> list[float]:
         loss = -F.logsigmoid(BETA * (chosen - rejected)).sum() / (PAIRS * policy.dp_size)
         policy.backward(loss)
         outcome = policy.step(lr=3e-3)
-        losses.append(outcome.loss)  # summed over data ranks: the mean of all pairs
+        losses.append(outcome.loss)  # all data ranks' sum: the mean of all pairs
         if policy.mesh.rank == 0:
             print(f"step {step}: loss {outcome.loss:.4f}  grad_norm {outcome.grad_norm:.3f}")
     return losses

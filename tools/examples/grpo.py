@@ -27,7 +27,8 @@ def main(config: str, steps: int) -> list[float]:
     rewards = []
     for step in range(steps):
         actor.load_state_dict(dict(policy.named_weights(torch.float32)), strict=False)
-        torch.manual_seed(1000 * step + policy.dp_rank)  # the ranks of a sequence sample the same
+        # Ranks that share a sequence have the same dp_rank, and must sample the same tokens.
+        torch.manual_seed(1000 * step + policy.dp_rank)
         prompts = torch.randint(64, (PROMPTS, LENGTH)).repeat_interleave(GROUP, 0)
         rows = actor.generate(
             prompts, attention_mask=torch.ones_like(prompts), do_sample=True,
@@ -43,7 +44,7 @@ def main(config: str, steps: int) -> list[float]:
             before = policy.log_probs(rows, labels).log_probs
         num_tokens = policy.count(labels != -100)
         for _ in range(UPDATES):
-            found = policy.log_probs(rows, labels).log_probs  # 0 where there is no label
+            found = policy.log_probs(rows, labels).log_probs  # a log-probability is 0 without label
             ratio, change = (found - before).exp(), fixed - found
             clipped = torch.minimum(ratio * gain, ratio.clamp(1 - CLIP, 1 + CLIP) * gain)
             loss = -(clipped - KL * (change.exp() - change - 1))[:, LENGTH:].sum() / num_tokens

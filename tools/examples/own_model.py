@@ -50,8 +50,8 @@ own = x.chunk(2)[mesh.get_local_rank("data")].chunk(2, 1)[mesh.get_local_rank("s
 communicator.begin(isp.sequential_actions(1))  # launches the first all-gathers
 loss = model(own).square().sum() / x.numel()
 loss.backward()
-communicator.finish()  # p.grad is this rank's rows of the gradient, summed over all ranks
-isp.sum_gradients(model, weight)  # gradients of the norms, whose weights are not sharded
+communicator.finish()  # now p.grad is complete: this rank's rows, summed over all ranks
+isp.sum_gradients(model, weight)  # sums the norms' gradients: norms are not sharded
 expected = plain(x).square().mean()
 expected.backward()
 torch.testing.assert_close(weight.all_reduce(loss.detach()).wait(), expected.detach())
