@@ -83,7 +83,9 @@ def _prepare(args: argparse.Namespace) -> tuple[Check, list[Layout]]:
     path, training = Path(args.config), TrainingConfig()
     folder: Path | None = path
     keys: CheckKeys | JobConfig
-    if path.is_dir() or download_hint(path):  # a model of the hub is refused as a missing folder
+    # The name of a model of the hub is treated as a folder here: `read_folder` below then raises an
+    # error that says how to download it, and it is not read as the path of a YAML file.
+    if path.is_dir() or download_hint(path):
         keys = keys_from(args.overrides, str(path), folder=str(path))
     else:
         keys = load_config(path, args.overrides)

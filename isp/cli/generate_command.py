@@ -249,7 +249,7 @@ def _prompts(args: argparse.Namespace, texts: list[str], source: Source) -> _Pro
             rendered = template.prompt(turns, talk.where, **others._asdict())
             found.append((rendered, source.encode_chat(rendered)))
     if template is None and args.chat_template is not None:
-        raise ValueError("--chat-template needs --chat")
+        raise ValueError("--chat-template is only used with --chat: give both, or neither")
     turn_end = None if template is None else template.turn_end()
     return _Prompts([text for text, _ in found], [tokens for _, tokens in found], turn_end)
 
