@@ -86,7 +86,8 @@ def measure(mesh: Mesh, device: torch.device, *, quick: bool) -> Fabric:
     between = _link(mesh[Axis.WEIGHT_DATA], device, quick)
     spec = _device(mesh[Axis.WORLD], device, quick)
     ranks = mesh[Axis.WEIGHT].size
-    if inside is None:  # a single rank has no link: assume that it copies at memory speed
+    # With one rank on the node there is no link to measure: assume the speed of memory.
+    if inside is None:
         inside = LinkSpec(gb_per_second=spec.gb_per_second, latency_us=0.0)
     return Fabric(
         name=f"{spec.name}, {ranks} ranks a node",
