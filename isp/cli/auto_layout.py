@@ -179,13 +179,13 @@ def _find_machine(config: JobConfig, ranks: int, name: str | None) -> _Machine:
 
     if name is not None:
         return _Machine(load_fabric(name), f"--fabric {name}")
-    measure = "measure it with `isp calibrate --out FILE` and give --fabric FILE"
+    measure = "run `isp calibrate --out FILE` and give --fabric FILE"
     here = int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
     if here < ranks:
         raise ValueError(
             f"--parallel auto: {here} of {ranks} ranks are on this machine, and the links between"
-            f" machines are not known: {measure} (under torchrun, on all), or give one of"
-            f" {', '.join(known_fabrics())}"
+            f" machines are not known: {measure} (calibrate under torchrun on all machines), or"
+            f" give --fabric one of {', '.join(known_fabrics())}"
         )
     if config.training.device == "cpu" or not torch.cuda.is_available():
         fabric, memory = load_fabric("cpu"), total_bytes()
@@ -199,6 +199,6 @@ def _find_machine(config: JobConfig, ranks: int, name: str | None) -> _Machine:
         if device_name in fabric.device.cuda_names:
             return _Machine(fabric, f"fabric {known}, for {device_name}; --fabric gives another")
     raise ValueError(
-        f"--parallel auto: no fabric is known for {device_name}: {measure}, or give one of"
+        f"--parallel auto: no fabric is known for {device_name}: {measure}, or give --fabric one of"
         f" {', '.join(known_fabrics())}"
     )

@@ -49,7 +49,8 @@ def _run(args: argparse.Namespace) -> int:
 
     from isp.parity.compare import HEAD, heading, line, summary
 
-    # Where torch finds a GPU, backward uses threads, which forked ranks do not have.
+    # Hide all GPUs: where torch finds one, backward runs on threads that exist only in this
+    # process, and ranks are forked from it.
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     check, layouts = _prepare(args)
     say(heading(check))

@@ -60,7 +60,8 @@ def world_size(nproc: int | None, *, least: int = 1) -> int:
             from isp.utils.text import counted
 
             raise ValueError(
-                f"--nproc {nproc} inside torchrun: torchrun has set {counted(ranks, 'rank')}"
+                f"--nproc {nproc} inside torchrun: torchrun has set {counted(ranks, 'rank')}:"
+                f" leave out --nproc"
             )
         return ranks
     if nproc is None and least > 1:
@@ -172,8 +173,8 @@ def _private_folder() -> tempfile.TemporaryDirectory[str]:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             return made
     raise ValueError(
-        f"TMPDIR={tempfile.gettempdir()}: files there cannot be locked, by which the ranks of this"
-        f" machine meet: set TMPDIR to a folder on a local disk"
+        f"TMPDIR={tempfile.gettempdir()}: files there cannot be locked, which ranks need to find"
+        f" each other: set TMPDIR to a folder on a local disk"
     )
 
 

@@ -61,7 +61,8 @@ def _run(args: argparse.Namespace) -> int:
 
     modes = []
     for mode in tuple(Mode) if args.modes is None else _modes(args.modes):
-        try:  # raise all errors before any process starts
+        # Check every mode here, so that errors are raised before any rank is started.
+        try:
             own = config_for(config, mode, ranks)
             check_models(own)
             if args.nproc is not None:
