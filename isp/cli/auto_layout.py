@@ -43,11 +43,15 @@ class _Machine(NamedTuple):
 
 
 def layout_words(config: JobConfig, chosen: Mapping[str, Any]) -> list[str]:
-    """Return the words that change `config` to the layout of the plain configuration `chosen`."""
+    """Return the overrides, as command-line words, that give `config` the layout of `chosen`.
+
+    `chosen` is a whole configuration as a dict of plain values, such as one read from YAML.
+    """
     from isp.config import JobConfig, to_plain
     from isp.config.keys import KeyTable
 
-    # With a global batch size the number of micro-batches follows, and must not be given, too.
+    # A global batch size determines the number of micro-batches: a configuration with both keys is
+    # refused if they disagree, so `data.micro_num` is left out.
     follows = config.training.global_batch_size is not None and config.data.micro_num is None
     return [
         f"--{key}={value if isinstance(value, str) else json.dumps(value)}"
@@ -104,7 +108,7 @@ def choose_layout(
             note("keys", keys)
             return words
     if there is not None and there_ranks != ranks and not config.training.global_batch_size:
-        # On another number of ranks, keep the number of sequences of a step.
+        # A run resumed on another number of ranks keeps the number of sequences that its steps had.
         rows = saved_sequences(there) or rows
     say_progress("choosing a layout: tracing the model")
     machine = _find_machine(config, ranks, fabric)
@@ -131,12 +135,13 @@ def _check(found: Found, fitting: Sequence[Candidate], given: set[str]) -> None:
         keys = ", ".join(f"--{key}" for key in sorted(given) if key.startswith(_CHOSEN))
         raise ValueError(
             f"--parallel auto: none of the {len(found.fitting)} fastest layouts has {keys} as"
-            f" given: leave it out, or leave out --parallel auto (isp layouts lists layouts)"
+            f" given: leave these overrides out, or leave out --parallel auto (isp layouts lists"
+            f" layouts)"
         )
 
 
 def _reasons(found: Found, fitting: Sequence[Candidate], origin: str) -> dict[str, str]:
-    """Return the log lines that explain the choice, by title."""
+    """Return the log lines that explain the choice: a dict from a line's title to its text."""
     from isp.planner.report import size_of, table_of, time_of
 
     best = fitting[0]
@@ -174,13 +179,13 @@ def _find_machine(config: JobConfig, ranks: int, name: str | None) -> _Machine:
 
     if name is not None:
         return _Machine(load_fabric(name), f"--fabric {name}")
-    measure = "measure it with `isp calibrate --out FILE` and give --fabric FILE"
+    measure = "run `isp calibrate --out FILE` and give --fabric FILE"
     here = int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
     if here < ranks:
         raise ValueError(
             f"--parallel auto: {here} of {ranks} ranks are on this machine, and the links between"
-            f" machines are not known: {measure} (under torchrun, on all), or give one of"
-            f" {', '.join(known_fabrics())}"
+            f" machines are not known: {measure} (calibrate under torchrun on all machines), or"
+            f" give --fabric one of {', '.join(known_fabrics())}"
         )
     if config.training.device == "cpu" or not torch.cuda.is_available():
         fabric, memory = load_fabric("cpu"), total_bytes()
@@ -194,6 +199,6 @@ def _find_machine(config: JobConfig, ranks: int, name: str | None) -> _Machine:
         if device_name in fabric.device.cuda_names:
             return _Machine(fabric, f"fabric {known}, for {device_name}; --fabric gives another")
     raise ValueError(
-        f"--parallel auto: no fabric is known for {device_name}: {measure}, or give one of"
+        f"--parallel auto: no fabric is known for {device_name}: {measure}, or give --fabric one of"
         f" {', '.join(known_fabrics())}"
     )

@@ -49,7 +49,8 @@ def _run(args: argparse.Namespace) -> int:
 
     from isp.parity.compare import HEAD, heading, line, summary
 
-    # Where torch finds a GPU, backward uses threads, which forked ranks do not have.
+    # Hide all GPUs: where torch finds one, backward runs on threads that exist only in this
+    # process, and ranks are forked from it.
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     check, layouts = _prepare(args)
     say(heading(check))
@@ -83,7 +84,9 @@ def _prepare(args: argparse.Namespace) -> tuple[Check, list[Layout]]:
     path, training = Path(args.config), TrainingConfig()
     folder: Path | None = path
     keys: CheckKeys | JobConfig
-    if path.is_dir() or download_hint(path):  # a model of the hub is refused as a missing folder
+    # The name of a model of the hub is treated as a folder here: `read_folder` below then raises an
+    # error that says how to download it, and it is not read as the path of a YAML file.
+    if path.is_dir() or download_hint(path):
         keys = keys_from(args.overrides, str(path), folder=str(path))
     else:
         keys = load_config(path, args.overrides)

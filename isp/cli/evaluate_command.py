@@ -117,7 +117,8 @@ def _run(args: argparse.Namespace) -> int:
     if args.keys and args.lengths[0] < prompts.shortest:
         notes.append(f"a passkey prompt has {prompts.shortest} tokens and more: none are shorter")
     if args.output is not None:
-        Path(args.output).mkdir(parents=True, exist_ok=True)  # fail before the work, not after
+        # A folder that cannot be made is an error now, not after the evaluation.
+        Path(args.output).mkdir(parents=True, exist_ok=True)
     if args.png is not None:
         args.png.parent.mkdir(parents=True, exist_ok=True)
         if args.png.is_dir():
@@ -133,7 +134,10 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def _checked(lengths: list[int] | None, source: Source) -> list[int]:
-    """Return the given lengths or multiples of the training length. Raises ValueError: too long."""
+    """Return the given `lengths`, or multiples of the length in training if none are given.
+
+    Raises ValueError if a given length is longer than the model's table of positions.
+    """
     trained, limit = source.trained_length, source.position_limit
     if lengths is not None:
         if limit is not None and lengths[-1] > limit:

@@ -49,7 +49,8 @@ def _draw_losses(axes: Axes, text: TextLosses, trained: int | None) -> None:
     axes.plot(range(len(losses)), losses, marker="o")
     lowest = min((loss for loss in losses if math.isfinite(loss)), default=0.0)
     style: dict[str, Any] = {"ha": "center", "xytext": (0, 8), "textcoords": "offset points"}
-    style["bbox"] = {"facecolor": "white", "edgecolor": "none", "pad": 1}  # hides the curve
+    # A white box behind each number hides the curve there, so that the number can be read.
+    style["bbox"] = {"facecolor": "white", "edgecolor": "none", "pad": 1}
     for at, loss in enumerate(losses):
         name, y = (f"{loss:.2f}", loss) if math.isfinite(loss) else ("not finite", lowest)
         axes.annotate(name, (at, y), **style)

@@ -87,7 +87,11 @@ def report_end(stopped_by: int | None) -> int:
 
 
 def _is_reported_by_another(expected: bool) -> bool:
-    """Return True if the launcher or rank 0 reports: most user errors are on all ranks."""
+    """Return True if another process reports this rank's error, so that it is shown only once.
+
+    The launcher reports all errors of its ranks. Under torchrun, rank 0 reports an error that is
+    `expected`, one of the user, since such errors are mostly raised on all ranks.
+    """
     rank, _ = rank_and_size()
     return LAUNCHER_REPORTS in os.environ or (expected and rank != 0)
 
@@ -95,9 +99,9 @@ def _is_reported_by_another(expected: bool) -> bool:
 def _is_for_the_user(error: Exception) -> bool:
     """Return True if the message of `error` tells the user what to do.
 
-    By convention a ValueError or OSError that our own code raises does; a ValueError that a library
-    raises is a bug of ours. Errors of the operating system about a file or a full disk do, too, and
-    a package that our own code fails to import.
+    By convention each ValueError or OSError that our own code raises has such a message, whereas a
+    ValueError that a library raises is a bug of ours. Three more errors are for the user: an
+    OSError about a file, a full disk, and a package that our own code fails to import.
     """
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
         return True

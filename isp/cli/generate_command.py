@@ -134,7 +134,8 @@ class _Streamer:
 
     def put(self, tokens: Tensor) -> None:
         """Print the text of the tokens so far, unless its last character is incomplete."""
-        if self._tokens is None:  # transformers puts the prompt first
+        # The first call of transformers has the tokens of the prompt, which is not printed.
+        if self._tokens is None:
             self._tokens = []
             return
         self._tokens += [token for token in tokens.flatten().tolist() if token not in self._ends]
@@ -249,7 +250,7 @@ def _prompts(args: argparse.Namespace, texts: list[str], source: Source) -> _Pro
             rendered = template.prompt(turns, talk.where, **others._asdict())
             found.append((rendered, source.encode_chat(rendered)))
     if template is None and args.chat_template is not None:
-        raise ValueError("--chat-template needs --chat")
+        raise ValueError("--chat-template is only used with --chat: give both, or neither")
     turn_end = None if template is None else template.turn_end()
     return _Prompts([text for text, _ in found], [tokens for _, tokens in found], turn_end)
 
@@ -269,7 +270,8 @@ def _text_of(prompt: str) -> str:
     """Return the content of the file `prompt`, or `prompt` if there is no such file."""
     try:
         is_file = Path(prompt).is_file()
-    except (OSError, ValueError):  # too long for a file name, or with invalid characters
+    except (OSError, ValueError):
+        # A prompt that is too long for a file name, or has invalid characters, is a text.
         is_file = False
     if not is_file:
         return prompt

@@ -45,7 +45,8 @@ _KNOCK_ON_SECONDS = 10
 """A rank that ends without an error within this time after another's error counts as its cause."""
 _ONE_MACHINE = "isp-one-machine"
 """Name under which `launch` registers its rendezvous backend with torchrun."""
-_PR_SET_PDEATHSIG = 1  # of <linux/prctl.h>
+_PR_SET_PDEATHSIG = 1
+"""Option of Linux's `prctl` that has a process killed when its parent ends (<linux/prctl.h>)."""
 
 
 def world_size(nproc: int | None, *, least: int = 1) -> int:
@@ -59,7 +60,8 @@ def world_size(nproc: int | None, *, least: int = 1) -> int:
             from isp.utils.text import counted
 
             raise ValueError(
-                f"--nproc {nproc} inside torchrun: torchrun has set {counted(ranks, 'rank')}"
+                f"--nproc {nproc} inside torchrun: torchrun has set {counted(ranks, 'rank')}:"
+                f" leave out --nproc"
             )
         return ranks
     if nproc is None and least > 1:
@@ -92,12 +94,18 @@ def follow_launcher() -> None:
 
 
 def start_ranks(nproc: int, words: Sequence[str], *more: str) -> int:
-    """Run `isp` with these words on `nproc` ranks; returns the exit code of the run."""
+    """Run `isp` on `nproc` ranks with the command line `words`, without --nproc, and then `more`.
+
+    Returns the exit code of the run.
+    """
     return launch(nproc, ["-m", "isp", *without_nproc(words), *more])
 
 
 def without_nproc(words: Sequence[str], *also: str) -> list[str]:
-    """Return the launcher's command line without --nproc, `also` and their values, for ranks."""
+    """Return `words` without the option --nproc and the options `also`, and without their values.
+
+    `words` is the command line of the launcher; its ranks get what is returned.
+    """
     kept, left, options = [], iter(words), ("--nproc", *also)
     for word in left:
         if word in options:
@@ -110,9 +118,9 @@ def without_nproc(words: Sequence[str], *also: str) -> list[str]:
 def launch(nproc: int, command: Sequence[str]) -> int:
     """Run `command` (a script, or `-m` and a module) on `nproc` ranks; returns the run's exit code.
 
-    If several ranks fail, the error of the first is shown. After a stop signal to this process or a
-    rank, the code is 128 + signal: once the ranks have saved and ended, or at once after a second
-    signal.
+    If several ranks fail, the error of the first is shown. After a stop signal to this process or
+    to a rank, the ranks save and end, and the code is 128 + signal. A second signal ends them at
+    once.
     """
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(_SAVE_SECONDS))
@@ -144,7 +152,8 @@ def launch(nproc: int, command: Sequence[str]) -> int:
             if not signals:
                 say(f"error: stopped by {stop.sigval.name}", error=True)
             elif not any(signals):
-                return 0  # all ranks have finished: the signal came at the end of the run
+                # All ranks had finished their work before the signal came, so the run is complete.
+                return 0
             return 128 + int(stop.sigval)
         stopped_by = max(_signals(folder), default=0)
     return 128 + stopped_by if stopped_by else 0
@@ -164,8 +173,8 @@ def _private_folder() -> tempfile.TemporaryDirectory[str]:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             return made
     raise ValueError(
-        f"TMPDIR={tempfile.gettempdir()}: files there cannot be locked, by which the ranks of this"
-        f" machine meet: set TMPDIR to a folder on a local disk"
+        f"TMPDIR={tempfile.gettempdir()}: files there cannot be locked, which ranks need to find"
+        f" each other: set TMPDIR to a folder on a local disk"
     )
 
 
@@ -205,7 +214,11 @@ def _one_machine(parameters: RendezvousParameters) -> RendezvousHandler:
 
 
 def _signals(folder: Path) -> list[int]:
-    """Return for each rank that ended in order the signal that stopped it; 0: it has finished."""
+    """Return the stop signal of each rank that ended properly, or 0 for a rank that finished.
+
+    Each such rank has written the number to its `ENDED_FILE` below `folder`. Ranks that failed or
+    were killed have written none.
+    """
     return [int(path.read_text()) for path in folder.rglob(ENDED_FILE)]
 
 
@@ -248,17 +261,21 @@ def _describe(rank: int, failure: ProcessFailure) -> str:
         return f"error: rank {rank} was killed by {failure.signal_name()}{hint}"
     if not _recorded(failure):
         return f"error: rank {rank} ended with exit code {failure.exitcode} and gave no reason"
-    # `isp.cli.failures` writes its message there: the field that torchrun prints.
+    # torchrun prints the field `py_callstack`, so `isp.cli.failures` writes a rank's message to it.
     text: str = _recorded(failure)["py_callstack"]
     return text if text.startswith("error: ") else f"rank {rank} failed:\n{text}"
 
 
 def _is_killed_while_ending(failure: ProcessFailure) -> bool:
-    """Return True if a rank had already failed when torchrun ended it for another failure."""
+    """Return True if torchrun ended this rank by SIGTERM after the rank had recorded an error.
+
+    torchrun ends all ranks when one fails; this rank was then still on its way to its own exit.
+    """
     return failure.exitcode == -signal.SIGTERM and bool(_recorded(failure))
 
 
 def _recorded(failure: ProcessFailure) -> dict[str, str]:
     """Return the rank's own record of its failure (`isp.cli.failures`), or an empty dict."""
-    message: Any = failure.error_file_data["message"]  # a string if the rank wrote no file
+    # torchrun fills in a string if the rank wrote no error file.
+    message: Any = failure.error_file_data["message"]
     return {} if isinstance(message, str) else message["extraInfo"]

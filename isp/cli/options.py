@@ -81,7 +81,10 @@ def check_planned(config: JobConfig) -> None:
 
 
 def add_planning(parser: argparse.ArgumentParser, unit: str) -> None:
-    """Add the machine to plan for, and output as JSON, in bytes and `unit`."""
+    """Add the options --fabric, the machine to plan for, and --json.
+
+    `unit` is the unit of the JSON's numbers other than bytes, for the help text.
+    """
     parser.add_argument(
         "--fabric",
         default="h100x8_ib400",

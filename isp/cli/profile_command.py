@@ -43,7 +43,8 @@ def _run(args: argparse.Namespace) -> int:
     """Profile each mode, and print the table."""
     if args.nproc is not None:
         say_progress(f"checking {args.config} before {counted(args.nproc, 'rank')} are started")
-        compute_on_one_thread()  # ranks compute in processes of their own
+        # This process only starts ranks, which compute in other processes.
+    compute_on_one_thread()
     from isp.cli.launch import speaks, start_ranks, without_nproc, world_size
     from isp.config import ConfigError, load_config
     from isp.core.mesh.config import Mode
@@ -60,7 +61,8 @@ def _run(args: argparse.Namespace) -> int:
 
     modes = []
     for mode in tuple(Mode) if args.modes is None else _modes(args.modes):
-        try:  # raise all errors before any process starts
+        # Check every mode here, so that errors are raised before any rank is started.
+        try:
             own = config_for(config, mode, ranks)
             check_models(own)
             if args.nproc is not None:

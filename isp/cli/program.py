@@ -80,7 +80,8 @@ _REMOVED_OPTIONS: Mapping[tuple[str, str], str] = {
 class _Parser(argparse.ArgumentParser):
     """Parser that suggests the right name of an unknown option.
 
-    It does so first, since argparse would only report the missing required options.
+    Options are checked before argparse parses them: if a required option is missing as well,
+    argparse would report only that.
     """
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
@@ -89,7 +90,7 @@ class _Parser(argparse.ArgumentParser):
             known = [option[2:] for option in self._option_string_actions if option[:2] == "--"]
             for word in takewhile(lambda word: word != "--", args):
                 name = word.partition("=")[0][2:]
-                # To argparse, a word with a space is a value.
+                # argparse takes a word with a space for a value, also if it begins with `--`.
                 if word[:2] != "--" or " " in name or name in known:
                     continue
                 from isp.utils.text import nearest
@@ -122,7 +123,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return code
     except KeyboardInterrupt as error:
         return report_interrupt(error)
-    except BrokenPipeError as error:  # such as `isp topology ... | head`
+    except BrokenPipeError as error:
+        # The reader of stdout ended first, as in `isp topology ... | head`. Python flushes stdout
+        # at exit, which must not fail a second time.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return report_broken_pipe(error)
     except Exception as error:
@@ -134,7 +137,8 @@ def _check_removed(words: Sequence[str]) -> None:
     for command, instead in _REMOVED_COMMANDS.items():
         if list(words[: len(command.split())]) == command.split():
             raise ValueError(f"isp {command} was removed: {instead}")
-    given = {word.partition("=")[0].replace("_", "-") for word in words}  # as options have both
+    # Options can be spelled with `_` or with `-`.
+    given = {word.partition("=")[0].replace("_", "-") for word in words}
     for (command, option), instead in _REMOVED_OPTIONS.items():
         if list(words[: len(command.split())]) == command.split() and option in given:
             raise ValueError(f"isp {command} {option} was removed: {instead}")
@@ -147,7 +151,8 @@ def _split(words: Sequence[str]) -> _Words:
     while pending:
         word = pending.pop()
         name, equals, _ = word.partition("=")
-        if not (name.startswith("--") and "." in name) or " " in name:  # a value
+        # A word with a space is a value, such as a prompt that begins with `--`, not an override.
+        if not (name.startswith("--") and "." in name) or " " in name:
             options.append(word)
             continue
         overrides.append(word)
@@ -166,7 +171,9 @@ def _parse(words: _Words) -> argparse.Namespace:
         rest = [*words.overrides, *rest]
     if rest and not (args.takes_overrides and rest[0].startswith("--")):
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
-    args.overrides = [*words.overrides, *rest]  # `--lr 1` is also an override, of an unknown key
+    # Words that no option matches, such as `--lr 1`, are taken as overrides: loading the
+    # configuration then reports the unknown key and suggests one.
+    args.overrides = [*words.overrides, *rest]
     return args
 
 
@@ -228,9 +235,11 @@ def _train(args: argparse.Namespace) -> int:
     least = 1 if args.parallel else config.parallel.least_ranks
     ranks = world_size(args.nproc, least=least)
     if args.nproc is not None:
-        compute_on_one_thread()  # ranks compute in processes of their own
+        # This process only starts ranks, which compute in other processes.
+        compute_on_one_thread()
     if args.parallel:
-        # Rank 0 decides for all; its store is kept for the process group of the run.
+        # Rank 0 chooses the layout and sends it to the other ranks through a torch store; the
+        # run's process group is made from the same store.
         from isp.cli.auto_layout import LAYOUT_OPTIONS, choose_layout
         from isp.core.comm import decided_by_rank_0
 
@@ -240,7 +249,8 @@ def _train(args: argparse.Namespace) -> int:
         )
         config = load_config(args.config, [*args.overrides, *chosen])
         args.words = [*without_nproc(args.words, *LAYOUT_OPTIONS), *chosen]
-    if args.nproc is not None:  # every error before any process starts
+    if args.nproc is not None:
+        # Raise every error of the user here, once, before any rank is started.
         say_progress(f"checking {args.config} before {counted(ranks, 'rank')} are started")
         from isp.step.host_memory import check_host_memory
         from isp.step.job_models import check_models
@@ -254,7 +264,8 @@ def _train(args: argparse.Namespace) -> int:
         check_devices(config, args.nproc)
         check_host_memory(sized, topology, args.nproc)
         check_data(config)
-        # Last: faults of this command are reported before those of an earlier run.
+        # This check of an earlier run in the same folder comes last, so that faults of this command
+        # are reported first.
         check_start(sized, topology)
     if speaks():
         _note_unused(config)
@@ -266,7 +277,7 @@ def _train(args: argparse.Namespace) -> int:
             # that the same command resumes the run.
             from isp.train.state.resume import reopen_finished
 
-            # The folder may be gone; the failure is reported by `code`.
+            # The run's folder may be gone; the user learns of the failure from `code` anyway.
             with suppress(OSError, ValueError):
                 reopen_finished(config.job)
         return code
@@ -353,7 +364,7 @@ def _add_config(parser: argparse.ArgumentParser) -> Run:
 
 
 def _add_prefetch(_: argparse.ArgumentParser) -> Run:
-    """Add no options."""
+    """Add no options: `isp prefetch` takes CONFIG and overrides only."""
     return _prefetch
 
 
@@ -385,7 +396,7 @@ def _config(args: argparse.Namespace) -> int:
 
 
 class _Command(NamedTuple):
-    """A subcommand; two words name a group and a command in it."""
+    """A subcommand of isp; a name of two words, as `data prepare`, is a group and a command."""
 
     name: str
     summary: str

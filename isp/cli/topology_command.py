@@ -149,7 +149,10 @@ def describe_cuts(topology: Topology, shape: tuple[int, int]) -> str:
 
 
 def _ranks(holders: Sequence[int]) -> str:
-    """Return the ranks that hold one shard, in words: of more than four, three and the last."""
+    """Return the ranks that hold one shard as a list in words.
+
+    Of more than four ranks only the first three and the last are named.
+    """
     if len(holders) == 1:
         return f"rank {holders[0]}"
     shown = [str(rank) for rank in holders]

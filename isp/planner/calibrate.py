@@ -47,7 +47,9 @@ def fit_line(sizes: Sequence[int], seconds: Sequence[float]) -> Line:
     x, t = np.array(sizes, dtype=float), np.array(seconds, dtype=float)
     # Weights of 1 / t make errors relative: otherwise the largest transfers alone would decide.
     slope, start = np.polyfit(x, t, 1, w=1 / t)
-    if slope <= 0:  # all sizes take the latency: bandwidth is at least the best one seen
+    # If larger transfers do not take longer, latency is all of the time, and the bandwidth is at
+    # least the highest one that was measured.
+    if slope <= 0:
         return Line(float(t.min()), float((x / t).max()))
     return Line(max(0.0, float(start)), 1 / float(slope))
 
@@ -65,7 +67,8 @@ def calibrate(*, quick: bool = False) -> Fabric | None:
         local_size = int(os.environ.get("LOCAL_WORLD_SIZE", str(world.size)))
         if world.size % local_size:
             raise ConfigError(
-                f"{world.size} ranks over nodes of {local_size}: start as many on every node"
+                f"{world.size} ranks over nodes of {local_size}: start the same number of ranks on"
+                f" every node"
             )
         parallel = ParallelConfig(weight=WeightConfig(size=local_size))
         mesh = Mesh(Topology.create(world.size, parallel), world.rank)
@@ -74,12 +77,17 @@ def calibrate(*, quick: bool = False) -> Fabric | None:
 
 
 def measure(mesh: Mesh, device: torch.device, *, quick: bool) -> Fabric:
-    """Return the fabric of the ranks of `mesh`, whose weight groups are nodes; a collective."""
+    """Return the fabric of the ranks of `mesh`; a collective.
+
+    Each weight group of `mesh` has to be all ranks of one node: transfers in it measure the link
+    inside a node, and those of weight_data groups the link between nodes.
+    """
     inside = _link(mesh[Axis.WEIGHT], device, quick)
     between = _link(mesh[Axis.WEIGHT_DATA], device, quick)
     spec = _device(mesh[Axis.WORLD], device, quick)
     ranks = mesh[Axis.WEIGHT].size
-    if inside is None:  # a single rank has no link: assume that it copies at memory speed
+    # With one rank on the node there is no link to measure: assume the speed of memory.
+    if inside is None:
         inside = LinkSpec(gb_per_second=spec.gb_per_second, latency_us=0.0)
     return Fabric(
         name=f"{spec.name}, {ranks} ranks a node",
@@ -192,7 +200,10 @@ def _seconds(
     *,
     choose: Callable[[Sequence[float]], float] = min,
 ) -> float:
-    """Return the seconds that `act` takes, without its first run, which may allocate or compile."""
+    """Run `act` six times, and return the time of the last five that `choose` picks, in seconds.
+
+    The first run may allocate or compile, so it does not count.
+    """
     found = []
     for _ in range(6):
         begin = time.perf_counter()

@@ -54,7 +54,7 @@ class PlanCase:
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     """Settings of the optimizer."""
     on_cpu: bool = False
-    """Ranks run on CPU over gloo, and sum the parts of a reduce-scatter themselves."""
+    """Ranks run on CPU over gloo, which has no reduce-scatter: they exchange parts and add them."""
     documents: int = 1
     """Equal documents in a row; they decide attention's cost and which rank has which tokens."""
     saves_in_background: bool = False
@@ -124,13 +124,16 @@ class PlanCase:
 
     @property
     def sums_locally(self) -> bool:
-        """True if ranks exchange the parts of a gradient and sum them themselves."""
+        """True if weight gradients are reduced by an all-to-all and a sum on each rank.
+
+        It takes the place of a reduce-scatter (`parallel.weight.reduce_by`).
+        """
         by = self.parallel.weight.reduce_by
         return by == "all_to_all" or (by == "auto" and self.on_cpu)
 
     @property
     def tokens_between(self) -> int:
-        """Tokens of a row that a rank holds between the linears."""
+        """Tokens of a row that a rank holds outside of attention and regions, as in a norm."""
         return self.tokens // (self.topology.tensor if self.mode.splits_sequence else 1)
 
     @cached_property
@@ -139,7 +142,8 @@ class PlanCase:
         t, windows = self.topology, self.language_model.attention_windows
         if t.context == 1 or not windows:
             return 0
-        # Windows limit how far back the keys of a slice of queries reach.
+        # A slice of queries sees the earlier keys of its document that the window allows: count
+        # the keys of each context rank's slices, once for each layer.
         lengths = (self.tokens // self.documents,) * self.documents
         laid_out = [
             sum(
@@ -169,7 +173,10 @@ class PlanCase:
         return Transfer("send", Axis.PIPELINE.value, Tag(Purpose.STAGE_ACTIVATION), sent)
 
     def neighbors(self, rank: int) -> list[tuple[bool, bool]]:
-        """Return for each chunk of a pipeline rank two flags: previous, next stage is elsewhere.
+        """Return, for each chunk of a pipeline rank, whether it exchanges tensors with neighbors.
+
+        The first flag is True if another rank has the previous stage, the second if another rank
+        has the next stage; both are False where there is no such stage.
 
         A V schedule has consecutive stages on one rank, which send nothing to each other.
         """
@@ -204,6 +211,7 @@ class PlanCase:
         """
         if axis is Axis.EMBEDDING:
             return min(2, self.topology.pipeline)
-        name = "world_size" if axis is Axis.WORLD else axis.value  # fields of Topology
+        # `Topology` has a field with the size of each axis, called as the axis but for the world.
+        name = "world_size" if axis is Axis.WORLD else axis.value
         size: int = getattr(self.topology, name)
         return size

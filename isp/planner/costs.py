@@ -94,7 +94,7 @@ class Costs:
 
     @cached_property
     def _rates(self) -> dict[Work, float]:
-        """Return the units of each kind of work per second (FLOPs or bytes)."""
+        """Return, for each kind of work, how many FLOPs or bytes the device does in a second."""
         device = self.device
         wide = self.case.item_bytes >= 4
         peak = (device.wide_tflops if wide else device.tflops) * 1e12

@@ -59,7 +59,8 @@ def traffic(case: PlanCase, rank: int) -> Traffic:
             {sent: found[sent] + rest * (n - found[sent]) for sent, n in longer.items()}
         )
     send = case.between_stages
-    # To each neighbor stage goes an activation or its gradient, and the other one comes back.
+    # For each micro-batch a rank sends one tensor to each neighbor and receives one: activations go
+    # to the next stage and their gradients come back, and the reverse for the previous stage.
     for hop in (send, send._replace(kind="recv", sent_bytes=0)):
         found[hop] += case.micro_num * sum(map(sum, case.neighbors(place.stage)))
     found.update(_once_a_step(case, rank))
@@ -72,7 +73,7 @@ def traffic(case: PlanCase, rank: int) -> Traffic:
 
 
 def _add(counts: dict[K, Count], key: K, n: int, sent: Transfer) -> None:
-    """Add `n` transfers to the entry of `key`; no entry for none."""
+    """Add `n` transfers to the count of `key`; if `n` is 0, nothing is changed."""
     calls, size = counts.get(key, (0, 0))
     if n:
         counts[key] = Count(calls + n, size + n * sent.sent_bytes)

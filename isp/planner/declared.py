@@ -42,9 +42,10 @@ __all__ = [
 
 @lru_cache(maxsize=64)
 def bare(model: ModelConfig) -> ModelConfig:
-    """Return `model` with default values for all keys that only say how it is computed.
+    """Return `model` with defaults for all keys of the role METHOD, such as recomputation.
 
-    Layouts that differ only in such keys share cached parameters. `allow_unchecked` is kept, since
+    Such keys say how a model is computed, and change no parameter: layouts that differ only in them
+    share the cached results of functions that take a bare model. `allow_unchecked` is kept, since
     the planner has to accept every model that a run accepts.
     """
     default = defaults_of(ModelConfig, KeyRole.METHOD)
@@ -53,7 +54,7 @@ def bare(model: ModelConfig) -> ModelConfig:
 
 @lru_cache(maxsize=32)
 def _whole(model: ModelConfig, dtype: str, mode: Mode, split: bool, stay: bool) -> StageModule:
-    """Return the whole model as one stage, from which pipelines take theirs."""
+    """Return the whole model as one stage on the meta device; `_shapes` cuts it into stages."""
     traced = language_model(model, dtype)
     (whole,) = shape_only(traced, mode, embed_split_hidden=split, experts_stay=stay)
     return whole
@@ -70,7 +71,8 @@ def _shapes(
 ) -> tuple[RankShape, ...]:
     """Return the part of the model on each rank of a pipeline.
 
-    Models that differ only in recomputation share all but the marks of their blocks.
+    Models that differ only in recomputation share cached parameters and uses: only the flags of
+    their blocks that say what is recomputed are set anew (`marked`).
     """
     plain = replace(bare(model), mlp_tile_tokens=model.mlp_tile_tokens)
     traced = language_model(plain, dtype)
@@ -89,7 +91,7 @@ def shape_of(case: PlanCase, rank: int) -> RankShape:
 
 
 def whole_shape(model: ModelConfig, dtype: str, mode: Mode, *, experts_stay: bool) -> RankShape:
-    """Return the shape of a whole model on one rank."""
+    """Return the parameters and blocks of a whole model on one rank, without a pipeline."""
     order = PipelineOrder(PipelineConfig())
     return _shapes(model, dtype, mode, False, order, experts_stay)[0]
 
@@ -103,22 +105,25 @@ def all_blocks(case: PlanCase) -> list[Block]:
 
 
 def trained_parameters(case: PlanCase, place: Coordinates) -> list[ShardedParameter]:
-    """Return the local parameters that are trained, as they are gathered."""
+    """Return the trained parameters of the rank at `place`; fused ones count as one."""
     return [item for item in local_parameters(case, place) if item.parameter.requires_grad]
 
 
 def updated_parameters(case: PlanCase, place: Coordinates) -> tuple[ShardedParameter, ...]:
-    """Return the trained local parameters with fused ones apart, as the optimizer has them."""
+    """Return the trained parameters of the rank at `place`, as its optimizer updates them.
+
+    Where weights are fused for the all-gather, such as q, k and v, each part is a parameter here.
+    """
     return _parameters(case, place, apart=True)
 
 
 def local_parameters(case: PlanCase, place: Coordinates) -> tuple[ShardedParameter, ...]:
-    """Return the parameters of the rank at `place` on the meta device, fused as in a gather."""
+    """Return the parameters of the rank at `place` on the meta device; fused ones count as one."""
     return _parameters(case, place, apart=False)
 
 
 def _parameters(case: PlanCase, place: Coordinates, *, apart: bool) -> tuple[ShardedParameter, ...]:
-    """Return parameters as they are gathered, or, if `apart`, the trained ones without fusing."""
+    """Return `local_parameters`, or, if `apart`, `updated_parameters`."""
     return _local_parameters(
         bare(case.model),
         case.dtype,
@@ -148,8 +153,9 @@ def _local_parameters(
 ) -> tuple[ShardedParameter, ...]:
     """Return shard `index` of `parts` of each parameter; replicated parameters stay whole.
 
-    `spread` is the number of ranks with different experts. `apart`: only trained parameters,
-    without fusing. No argument is without effect, so that layouts share cached results.
+    `spread` is the number of ranks with different experts. If `apart`, only trained parameters are
+    returned, and fused ones as their parts. The arguments are only what affects the result, so that
+    layouts which differ in anything else share a cached one.
     """
     found, roles = [], language_model(model, dtype).trace.roles
     stay = spread == parts > 1
@@ -170,10 +176,14 @@ BlockKind = tuple[bool, tuple[tuple[Use, tuple[int, ...]], ...]]
 
 
 def kind_of(block: Block, shapes: Mapping[str, tuple[int, ...]]) -> BlockKind:
-    """Return the kind of a block; `shapes`: the global shapes of weights by name."""
+    """Return the kind of a block: blocks of equal kind have equal records (`isp.planner.record`).
+
+    `shapes` has the global shapes of weights by name.
+    """
 
     def nameless(use: Use) -> Use:
-        # Weights have other names in each block, so kinds have none.
+        # Weights have other names in each block, so their names are left out of the kind; a bias
+        # keeps an empty name, to tell that there is one.
         again = use.in_recompute or not block.recomputed
         return use._replace(weight=None, bias=use.bias and "", in_recompute=again)
 

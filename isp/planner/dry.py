@@ -153,7 +153,9 @@ class _Use:
     ) -> None:
         self.bias = bias
         self._recorder, self._unshard, self._weight = recorder, recorder.use_of(module), weight
-        if phase is Phase.BACKWARD:  # in forward the module's hook has recorded it
+        # In forward the hook on the module has already recorded that the use begins. In backward
+        # there is no such hook: the use begins where the layer asks for its weight.
+        if phase is Phase.BACKWARD:
             recorder.note(Reach(self._unshard, phase))
         elif recorder.is_inside(module):
             recorder.note(Reach(self._unshard, recorder.phase))
@@ -208,7 +210,9 @@ class DryAttention:
         the products with all keys, and saves the indices of the chosen ones.
         """
         wide = torch.promote_types(q.dtype, torch.float32)
-        own = wide if self._on_cpu or chosen is not None else q.dtype  # [Note: One node]
+        # Explicit attention, which CPU and chosen keys need, saves its inputs in float32 at least:
+        # [Note: One node].
+        own = wide if self._on_cpu or chosen is not None else q.dtype
         self._recorder.attends = True
         statistics = wide if self._on_cpu else torch.float32
         flops = _flops(q, k, v, mask)
@@ -243,12 +247,14 @@ class DryAttention:
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return empty gradients of q, k and v, as for one block of ring attention."""
         self._recorder.note(Compute(Work.ATTENTION, _BACKWARD * _flops(q, k, v, mask)))
-        work = self._workspace(q, k, v, AttentionBackend.VARLEN)  # as `FlashKernel` uses it
+        # Ring attention runs variable-length flash attention for each block (`FlashKernel`).
+        work = self._workspace(q, k, v, AttentionBackend.VARLEN)
         return _gradients((q, k, v), work)
 
     def _workspace(self, q: Tensor, k: Tensor, v: Tensor, backend: AttentionBackend) -> int:
         """Return the bytes that backward takes in addition to the gradients: [Note: Workspace]."""
-        if self._on_cpu or q.itemsize > 2:  # flash attention takes 16-bit inputs only
+        # Only flash attention has a workspace, and it takes 16-bit inputs only.
+        if self._on_cpu or q.itemsize > 2:
             return 0
         work, group = 4 * q.numel(), q.shape[-2] // k.shape[-2]
         if group > 1:
@@ -277,7 +283,10 @@ def _flops(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask) -> float:
 
 
 def _pairs_before(length: int, window: int | None) -> float:
-    """Return the number of pairs of a query and a key that it sees, in a causal document."""
+    """Return how many pairs of a query and a visible key a causal document of `length` has.
+
+    Each query sees itself and the tokens before, but no more than `window` keys.
+    """
     reach = length if window is None else min(length, window)
     return reach * (2 * length - reach) / 2
 
@@ -287,7 +296,7 @@ _LOGITS = 3
 
 
 def _block(q: Tensor, k: Tensor, mask: AttentionMask) -> int:
-    """Return the number of logits in the largest block of rows of explicit attention."""
+    """Return the most logits that explicit attention has at once; it takes queries in blocks."""
     lengths = document_lengths(mask, len(q), q.shape[1], k.shape[1])
     queries, keys = (max(each) for each in zip(*lengths, strict=True))
     heads = q.shape[2]
@@ -328,9 +337,14 @@ class _Attention(torch.autograd.Function):
 
 
 def _gradients(qkv: Sequence[Tensor], work: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return empty gradients of q, k and v; `work` bytes of workspace count at their peak."""
+    """Return empty gradients of q, k and v.
+
+    A workspace of `work` bytes exists together with them for a moment, so that it counts in the
+    recorded peak.
+    """
     dq, dk, dv = (torch.empty_like(x) for x in qkv)
-    dq.new_empty(work, dtype=torch.uint8)  # freed at once, after the recorder has counted it
+    # The recorder counts this tensor when it is made; it is freed at once.
+    dq.new_empty(work, dtype=torch.uint8)
     return dq, dk, dv
 
 
@@ -340,7 +354,10 @@ class DryLayers(RankLayers):
 
     recorder: EventRecorder
     like_cuda: bool
-    """True to save what CUDA kernels save: [Note: One node]."""
+    """True if norms and attention save for backward what their CUDA kernels save.
+
+    See [Note: One node] in docs/design/notes/planner.md.
+    """
 
     def expert_layout(self, shape: tuple[int, ...]) -> ParameterLayout:
         """Return the layout of the first expert rank, which has the most experts."""
@@ -352,7 +369,10 @@ class DryLayers(RankLayers):
         return DryRecurrence(kind, self.recorder)
 
     def tiles(self, parts: Sequence[slice]) -> Iterator[slice]:
-        """Yield the first part only, and record its FLOPs again for the rows of the others."""
+        """Yield the first part of the tokens only, so that a module computes only this part.
+
+        For the other parts, FLOPs are recorded in proportion to their numbers of tokens.
+        """
         first, *others = parts
         begin = len(self.recorder.running)
         yield first
@@ -491,9 +511,10 @@ class DryRecurrence:
         lengths: Sequence[int],
         initial: Tensor | None,
     ) -> tuple[Tensor, ...]:
-        """Return empty results with these numbers of rows, and record `flops` for each token.
+        """Return the empty results of a scan or summary, and record `flops` for each token.
 
-        A scan has two results (outputs and states), a summary has one.
+        `rows` has the length of dim 0 of each result: a scan has two results (outputs, one for each
+        token, and states, one for each segment), a summary has one.
         """
         begin = () if initial is None else (initial,)
         segment = _Segment(
@@ -537,10 +558,10 @@ class _Like(NamedTuple):
 
 
 class _Scanned(torch.autograd.Function):
-    """A scan as one autograd node; `sizes` are the bytes that a measured one takes.
+    """A scan as one autograd node that computes nothing and takes as much memory as a real scan.
 
-    `sizes`: bytes saved for backward, peak in forward, peak in backward. `saves`: by input, True
-    if it is saved.
+    `sizes`: bytes saved for backward, peak in forward, and peak in backward, as `_taken` returns
+    them. `saves` tells for each input whether it is saved for backward.
     """
 
     @staticmethod
@@ -556,17 +577,20 @@ class _Scanned(torch.autograd.Function):
         ctx.flops, ctx.recorder, (kept, most, ctx.most) = flops, recorder, sizes
         ctx.inputs = [(x.shape, x.dtype) for x in inputs]
         recorder.note(Compute(Work.SCAN, flops))
-        _memory(most)  # freed at once, after the recorder has counted it
+        # The recorder counts this tensor when it is made; it is freed at once.
+        _memory(most)
         saved = (x for x, is_saved in zip(inputs, saves, strict=True) if is_saved)
         ctx.save_for_backward(_memory(kept), *saved)
         return results
 
     @staticmethod
     def backward(ctx: Any, *_: Tensor | None) -> tuple[Tensor | None, ...]:
-        ctx.recorder.note(Compute(Work.SCAN, 3 * ctx.flops))  # one forward and two gradients
+        # Backward scans forward once more, and then computes two gradients.
+        ctx.recorder.note(Compute(Work.SCAN, 3 * ctx.flops))
         kept, *_ = ctx.saved_tensors
         _memory(max(0, ctx.most - kept.nbytes))
-        kept.untyped_storage().resize_(0)  # the scan's loop frees chunk after chunk
+        # A real scan frees its saved chunks one by one, so they are gone when gradients are made.
+        kept.untyped_storage().resize_(0)
         gradients = (_memory(*shape, dtype=dtype) for shape, dtype in ctx.inputs)
         return None, None, None, None, None, *gradients
 
@@ -584,7 +608,7 @@ class _Segment(NamedTuple):
     of_heads: tuple[_Like, ...]
     of_groups: tuple[_Like, ...]
     initial: tuple[_Like, ...]
-    """The state before the segment: one entry if there is one."""
+    """The state before the segment, as a tuple of one; empty if the segment begins a document."""
     constants: tuple[_Like | None, ...]
 
     def inputs(self, tokens: int) -> tuple[Inputs, Tensor | None]:
@@ -651,7 +675,8 @@ def _measured(segment: _Segment, tokens: int) -> _Taken:
             with saved_tensors_hooks(keep, lambda x: x):
                 out, *others = segment.run(inputs, initial)
             results = tuple(map(_Like.of, (out, *others)))
-            del others  # no gradient enters through the final states
+            # Final states get no gradient here, and must not count as memory of the backward.
+            del others
             given = (x for of in (*inputs, (initial,)) for x in of if x is not None)
             saves = tuple(saved.pop(memory_of(x), None) is not None for x in given)
             kept = sum(memory.nbytes() for memory in saved.values())

@@ -27,7 +27,7 @@ def choose_exchange(
     if config.topology(world_size).context == 1:
         return (config, "")
     if asked is not ContextExchange.AUTO:
-        # Layers with a window gather in either case.
+        # Attention with a window gathers keys even if `ring` is asked for: tell so in the reason.
         windows = trained_model(config).attention_windows
         gathers = asked is ContextExchange.RING and all(window for window, _ in windows)
         note = ", but all layers have a window, and those gather" if gathers else ""

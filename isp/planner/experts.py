@@ -10,7 +10,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-if TYPE_CHECKING:  # the rule is plain arithmetic
+# `crossing_tokens` is plain arithmetic, so importing this file must not import torch.
+if TYPE_CHECKING:
     from isp.config import JobConfig
     from isp.planner.case import PlanCase
 
@@ -41,18 +42,27 @@ class ExpertLayer(NamedTuple):
     """Parameters of one expert."""
 
     def gathered(self, passes: float = PASSES) -> float:
-        """Return the elements sent to gather and reduce the weights, per micro-batch."""
+        """Return how many elements are sent per micro-batch to gather and reduce the weights.
+
+        The weights are sent `passes` times, reductions of their gradients included.
+        """
         return passes * self.num_experts * self.numbers
 
     def exchanged(self, tokens: int, trips: float = TRIPS) -> float:
-        """Return the elements sent to exchange a rank's tokens."""
+        """Return how many elements a rank sends to have `tokens` computed by experts elsewhere.
+
+        Each token is sent `trips` times: to its experts and back, in forward and in backward.
+        """
         return trips * tokens * self.used * self.width
 
 
 def crossing_tokens(
     layers: Iterable[ExpertLayer], *, passes: float = PASSES, trips: float = TRIPS
 ) -> float:
-    """Return the tokens of a rank from which on gathering sends less: [Note: Crossing]."""
+    """Return the tokens of a micro-batch on a rank at which both ways send the same.
+
+    With more tokens, gathering experts sends less than exchanging tokens: [Note: Crossing].
+    """
     layers = list(layers)
     gathered = sum(layer.gathered(passes) for layer in layers)
     return gathered / sum(layer.exchanged(1, trips) for layer in layers)
@@ -87,7 +97,9 @@ class ExpertTraffic(NamedTuple):
 
     @property
     def way(self) -> str:
-        """Return the way of this layout for a table, with "!" if the other way would send less.
+        """Return whether this layout gathers experts or exchanges tokens, as a table's cell.
+
+        The cell ends with "!" if the other way would send less.
 
         Combining both ways always sends more than one of them alone.
         """

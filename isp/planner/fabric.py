@@ -39,7 +39,7 @@ Share = Annotated[float, Field(gt=0, le=1)]
 
 @section("device")
 class DeviceSpec:
-    """`device`: the device of one rank."""
+    """Section `device` of a fabric file: memory and speed of the device of one rank."""
 
     name: str
     """Name that its maker gives it."""
@@ -76,7 +76,7 @@ class DeviceSpec:
 
 @section("link")
 class LinkSpec:
-    """`inside` or `between`: the link of a device to others in its node, or to other nodes."""
+    """Section `inside` or `between` of a fabric file: a device's link in its node, or beyond it."""
 
     gb_per_second: Positive
     """Bandwidth of one device in one direction, in 1e9 bytes per second."""
@@ -93,7 +93,7 @@ class LinkSpec:
 
 @section("host")
 class HostSpec:
-    """`host`: the memory of a node, and the link of each device to it."""
+    """Section `host` of a fabric file: the memory of a node, and each device's link to it."""
 
     memory_gib: Positive | None = None
     """Memory of a node, shared by its ranks, in GiB; null: not known, and not limited."""
@@ -184,7 +184,8 @@ class Fabric:
             return latency + transfer.sent_bytes / inside.bytes_per_second
         assert self.between is not None, "`check` has refused this"
         if transfer.kind == "all_to_all":
-            # Parts for ranks of the same node and of others are sent at the same time.
+            # What is sent to ranks of other nodes and of the same node takes different links at the
+            # same time, so the slower of the two counts.
             away = (spread.size - spread.per_node) / (spread.size - 1)
             there = transfer.sent_bytes * away / self.between.bytes_per_second
             here = transfer.sent_bytes * (1 - away) / inside.bytes_per_second

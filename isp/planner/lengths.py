@@ -86,7 +86,7 @@ class Growth(NamedTuple):
     seq_len: int
     """Sequence length, in tokens, of the peak."""
     tokens: int
-    """Tokens of a micro-batch that a rank holds between the linears at that length."""
+    """Tokens of a micro-batch on a rank, outside of attention and regions, at that length."""
     memory: Memory
     """Memory at the peak."""
 
@@ -102,7 +102,7 @@ class Longest:
     next_len: int
     """The next length that was tried, in tokens."""
     beyond: Memory | str
-    """Memory at that length, or the reason why the length is refused."""
+    """Memory at `next_len`, or the reason why the configuration refuses that length."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -145,7 +145,7 @@ class Planned:
             case = self.case(longer)
         except ConfigError as error:
             raise ConfigError(
-                f"sequences of {longer:,} tokens, to see memory grow: {error}"
+                f"sequences of {longer:,} tokens, planned to see how memory grows: {error}"
             ) from error
         rank, most = max(
             ((rank, m) for rank in busiest(case) for m in moments(case, rank)),
@@ -153,7 +153,8 @@ class Planned:
         )
         few = self.case(shorter)
         below = next(m for m in moments(few, rank) if m.moment == most.moment)
-        # Take the same moment at half the length, whose own peak may be at another moment.
+        # Both points of a line have to be the same moment of the step; the peak at half the length
+        # may be at another moment.
         tokens, less = (c.rows * c.tokens_between for c in (case, few))
         names = (*most.by_owner(), "host")
         slopes: Any = {n: (getattr(most, n) - getattr(below, n)) / (tokens - less) for n in names}
@@ -211,8 +212,9 @@ def _beyond(low: _Tried, high: _Tried) -> int:
 
 
 def _between(low: _Tried, high: _Tried, *, halve: bool) -> int:
-    """Return the length at which the line through both reaches the budget; `halve`: the middle.
+    """Return a length between `low`, which fits, and `high`, which does not.
 
+    It is the length at which the line through both reaches the budget, or, if `halve`, the middle.
     It is never `low` or `high` itself, so the search ends.
     """
     share = 0.5
@@ -336,7 +338,11 @@ def changes(config: JobConfig, keys: Keys) -> list[str]:
 
 
 def _ordered(planned: Planned, budget: Budget) -> Sequence[MemoryOption]:
-    """Return the options by cost; those of states come first if states alone exceed the device."""
+    """Return the options from cheap to costly.
+
+    If the states alone (weights, gradients, optimizer) exceed the device, options that save memory
+    of states come first.
+    """
     states = replace(planned, config=with_keys(planned.config, WITHOUT)).peak(planned.unit).states
     if states < budget.device:
         return OPTIONS

@@ -112,7 +112,10 @@ def states(case: PlanCase, place: Coordinates) -> Memory:
 
 @lru_cache(maxsize=1024)
 def _states(case: PlanCase, place: Coordinates) -> Memory:
-    """Return `states` of a case in which all that does not matter for them has default values."""
+    """Compute `states`, which has replaced what does not affect them by default values.
+
+    So layouts with the same states are the same key of this function's cache.
+    """
     trained, parts = trained_parameters(case, place), case.topology.zero1
     numbers = sum(p.parameter.numel() for p in local_parameters(case, place))
     padded = sum(_padded(case, p) for p in trained)
@@ -169,7 +172,10 @@ def moments(case: PlanCase, rank: int) -> list[Memory]:
 
 
 def _padded(case: PlanCase, item: ShardedParameter) -> int:
-    """Return the elements of a main gradient, padded to equal row shards where it is scattered."""
+    """Return the number of elements in the main gradient of `item`.
+
+    If the gradient is scattered over zero1 ranks, its first dim is padded to a multiple of them.
+    """
     rows, *rest = item.layout.local_shape
     parts = case.topology.zero1 if _is_scattered(case, item) else 1
     return -(-rows // parts) * parts * prod(rest)
@@ -200,8 +206,9 @@ def _moments(
     kept = _kept(case, place)
     waiting = _most_waiting(case, place, kept)
     between = _between_stages(case, place)
-    # The input that the latest forward sent to the host last is still on the device, too. On the
-    # last stage this micro-batch goes backward next, and `_backward` counts that input.
+    # With inputs of blocks on the host, the last input that a forward sends there also stays on the
+    # device until the next forward. On the last stage the same micro-batch goes backward next, and
+    # `_backward` counts that input.
     if place.stage < case.topology.pipeline - 1:
         between += sum(own.on_both for own in kept)
     fixed = replace(fixed, host=fixed.host + _most_on_host(case, place, kept))
@@ -240,7 +247,8 @@ def _backward(
     if own.head is not None:
         in_loss = rehearsal(case, place).in_loss
         yield moment("the loss", kept, flights[own.head.name].before, in_loss)
-    # From here on a block's record includes its input from the host, which the rehearsal fetched.
+    # The device copy of the last offloaded input (`on_both`) counts up to the loss only: the
+    # rehearsal fetched each input from the host, so from here on a block's record includes it.
     kept = _sum(own.saved)
     of_blocks = records_of(case, place, own.layers)
     found, taken = _found_again(own.layers), case.between_stages.sent_bytes
@@ -248,7 +256,8 @@ def _backward(
         # Backward frees a block's saved tensors, so memory shrinks from the last block on.
         kept = Saved(kept.activations - held.activations, kept.attention - held.attention)
         record = of_blocks[block.name]
-        # Inputs recomputed for a segment are kept until the backward of their block.
+        # In a segment, the inputs of all its blocks but the first are recomputed together, and each
+        # one is kept until the backward of its block.
         again = Saved(found[block.name] * taken)
         work = record.work + flights[block.name].before
         yield moment(f"the backward of {block.name}", _sum([kept, record.saved, again]), work)
@@ -269,7 +278,7 @@ class _Chunk(NamedTuple):
     saved: list[Saved]
     """Saved memory of each of `layers`."""
     ends: int
-    """Bytes that table and head keep, and those that all blocks share."""
+    """Bytes that table and head keep, plus the bytes that all blocks of the chunk share."""
 
     @property
     def total(self) -> Saved:
@@ -278,7 +287,7 @@ class _Chunk(NamedTuple):
 
     @property
     def on_both(self) -> int:
-        """Return the bytes of the last offloaded input, which is on the device as well."""
+        """Return the bytes of the last input that was sent to the host: it is on the device too."""
         return max((saved.host for saved in self.saved), default=0)
 
 
@@ -308,10 +317,11 @@ def _sum(parts: Iterable[Saved]) -> Saved:
 
 
 def _found_again(layers: tuple[Block, ...]) -> dict[str, int]:
-    """Return, for each block, the number of recomputed inputs in memory in addition to its own.
+    """Return by block name how many inputs of other blocks its backward has recomputed in memory.
 
     A segment keeps the input of its first block only. Before the backward of its last block, the
-    inputs of the others are recomputed; each one is freed after the backward of its block.
+    inputs of all its other blocks are recomputed; each is freed after the backward of its block.
+    So the n-th block after the first one of a segment finds the n - 1 inputs before its own.
     """
     found, number = {}, 0
     for block in layers:
@@ -334,10 +344,11 @@ def _most_waiting(case: PlanCase, place: Coordinates, kept: list[_Chunk]) -> lis
     """Return, for each chunk, the most that other micro-batches keep while one goes backward.
 
     With a split backward, the inputs of linears and the gradients of their outputs are kept until
-    the second half. They are planned as the memory that a forward without recomputation keeps.
+    the weight gradients are computed. They are counted as the memory that a forward without
+    recomputation keeps.
     """
     actions = case.order.actions(place.stage, case.few_micro_batches)
-    # Micro-batches and chunks whose backward is split.
+    # The (micro-batch, chunk) pairs whose weight gradients are a later action of their own.
     halves = {a[1:] for a in actions if a.kind is ActionKind.WEIGHT_GRADIENT}
     plain = replace(
         case.model,
@@ -349,8 +360,8 @@ def _most_waiting(case: PlanCase, place: Coordinates, kept: list[_Chunk]) -> lis
     )
     waiting = _kept(replace(case, model=plain), place) if halves else ()
     sizes = [own.total for own in (*kept, *waiting)]
-    # Counts of micro-batches that wait for their backward, by chunk, followed by counts of those
-    # that wait for the second half of it.
+    # `live` counts micro-batches: first, for each chunk, those that wait for their backward, then,
+    # for each chunk with a split backward, those that wait for their weight gradients.
     live = [0] * len(sizes)
     most = [Saved() for _ in kept]
     for kind, micro_batch, chunk in actions:
@@ -359,6 +370,7 @@ def _most_waiting(case: PlanCase, place: Coordinates, kept: list[_Chunk]) -> lis
         elif kind is ActionKind.WEIGHT_GRADIENT:
             live[len(kept) + chunk] -= 1
         else:
+            # The micro-batch that goes backward now is not counted: `_backward` adds its memory.
             live[chunk] -= 1
             found = Saved(
                 sum(n * size.activations for n, size in zip(live, sizes, strict=True)),
@@ -381,13 +393,17 @@ def _between_stages(case: PlanCase, place: Coordinates) -> int:
     The gradient that came from the next stage counts once more: it stays until the chunk's backward
     ends.
     """
+    # For each neighbor of each chunk, one tensor is in transfer at a time.
     ends = case.neighbors(place.stage)
     count = sum(map(sum, ends)) + any(following for _, following in ends)
     return count * case.between_stages.sent_bytes
 
 
 def _update(case: PlanCase, place: Coordinates) -> int:
-    """Return the work bytes of the update: states on the device, or weights being published."""
+    """Return the bytes that the update takes beyond weights, gradients and states.
+
+    First states are updated (`_streamed`), then weights are published: the larger of both counts.
+    """
     reduced, place = only_weights(case), place._replace(tensor=0)
     return max(_streamed(reduced, place), _published(reduced, place))
 
@@ -443,7 +459,8 @@ def reductions(case: PlanCase, place: Coordinates) -> tuple[Flights, int]:
     found: dict[str, _InFlight] = {}
     pool_bytes = 0
     receives = case.on_cpu and case.topology.zero1 > 1
-    # In other cases every gradient is added in place, and nothing is in flight.
+    # If weights are not gathered and no parts are received, each gradient is added in place, and
+    # nothing is in flight.
     if case.gathers_weights or receives:
         blocks = _blocks(case, place)[::-1]
         records = records_of(case, place, blocks)
@@ -524,6 +541,7 @@ def _reserved(
     leased: Counter[int] = Counter()
     reserved: Counter[int] = Counter()
     acts = [*steps.start, *(act for step in steps.entries for act in (*step.before, *step.after))]
+    # Play the plan's gathers and frees: the most buffers leased at once is what the pool allocates.
     for act in acts:
         for kind in (kind_of[name] for name in act.parameters):
             if act.kind is WeightOpKind.GATHER:
@@ -535,7 +553,10 @@ def _reserved(
 
 
 def only_weights(case: PlanCase, micro_num: int = 1) -> PlanCase:
-    """Return `case` without sizes that do not affect weights, so that layouts share results."""
+    """Return `case` with defaults for all that does not affect weights and their gradients.
+
+    Layouts that differ only in these then share cached results.
+    """
     parallel = case.parallel
     return replace(
         case,

@@ -79,11 +79,13 @@ def _one_stage(case: PlanCase, fabric: Fabric) -> tuple[float, float, float, flo
     step, exposed = walked.working + walked.tail, walked.waiting
     # The first micro-batches fill the prefetch and the last one ends it: the third is typical.
     third = [(took, waited) for a, took, waited in walked.actions if a.micro_batch == 2]
+    # Micro-batches that were not simulated.
     more = case.micro_num - few
     step += more * sum(took for took, _ in third)
     exposed += more * sum(waited for _, waited in third)
     busy = walked.busy
     if more:
+        # `busy` is a sum over the step: what a shorter step lacks is the share of a micro-batch.
         busy += more * (busy - walk(case, fabric, 0, few - 1).busy)
     return step, exposed, 0.0, busy
 
@@ -101,7 +103,8 @@ def _pipeline(case: PlanCase, fabric: Fabric) -> tuple[float, float, float, floa
     }
     halves = _weight_gradients(case, fabric)
 
-    # A split backward postpones its weight gradients to an action of its own.
+    # A split backward is two actions: BACKWARD without the weight gradients, and WEIGHT_GRADIENT.
+    # The simulation always has them together, so they are subtracted here.
     def cost(stage: int, kind: ActionKind) -> float:
         if kind is ActionKind.WEIGHT_GRADIENT:
             return halves[stage]
@@ -122,7 +125,8 @@ def _pipeline(case: PlanCase, fabric: Fabric) -> tuple[float, float, float, floa
         # The first forward of each stage gathers the weights for the whole step, and the stages do
         # so one after another.
         end += sum(map(_first_beyond_typical, walks))
-    # The slowest rank decides: the bubble is what it waits beyond its own work.
+    # The end of the timeline includes the waits for other stages. The rank with the most work waits
+    # least: the rest of its time is the bubble.
     pairs = list(zip(walks, longer_walks, strict=True))
     work = max(whole(short.working, longer.working) for short, longer in pairs)
     exposed = max(whole(short.waiting, longer.waiting) for short, longer in pairs)
@@ -136,7 +140,8 @@ def _walks(case: PlanCase, fabric: Fabric, micro_num: int) -> list[Walked]:
     found = []
     for rank in range(case.topology.pipeline):
         chunks = shape_of(case, rank).chunks
-        # The number of warm-up forwards decides which weights are gathered only once.
+        # Ranks differ in the number of forwards before the first backward, and with it in which
+        # gathers the prefetch plan can leave out, so ranks that gather weights share no simulation.
         warm_up = rank if case.gathers_weights else 0
         key = warm_up, tuple(tuple(kinds_of(case, rank, chunk).values()) for chunk in chunks)
         if key not in known:
@@ -153,8 +158,9 @@ def _typical(walked: Walked, chunk: int, kind: ActionKind) -> float:
 def _first_beyond_typical(walked: Walked) -> float:
     """Return by how many seconds a rank's first forwards exceed the median forward.
 
-    They gather the weights for the whole step. The first micro-batch passes through the stages one
-    after another, so these seconds add up over ranks.
+    If weights stay gathered, the first forward of each chunk gathers them for the whole step. The
+    first micro-batch passes through the stages one after another, so these seconds add up over
+    ranks.
     """
     firsts = {a.chunk: took for a, took, _ in reversed(walked.actions) if a.kind is _FORWARD}
     return sum(took - _typical(walked, chunk, _FORWARD) for chunk, took in firsts.items())
@@ -181,9 +187,11 @@ def _weight_gradients(case: PlanCase, fabric: Fabric) -> dict[int, float]:
 def _postponed(block: Block, record: BlockRecord) -> Iterator[Compute]:
     """Yield the products whose weight gradient a split backward postpones.
 
-    A layer that computes its weight gradient in parts cannot postpone it; such a layer is told by
-    its use, which is not in the recompute (`Use.in_recompute`).
+    A layer that computes its weight gradient in parts, such as one in tiles, cannot postpone it.
+    The declared use of such a layer has `in_recompute=False`.
     """
+    # A product belongs to the use whose weight was read last. Its weight gradient has as many FLOPs
+    # as the product itself, so the events of forward can be charged for it.
     waits = True
     for event in record.forward:
         if isinstance(event, Read):

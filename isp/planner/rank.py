@@ -55,12 +55,12 @@ class DryRank:
             Axis.WEIGHT: place.weight,
             Axis.EXPERT_WEIGHT: place.weight % case.topology.expert_weight,
             Axis.ZERO1: place.zero1,
-            # The first rank of the stage with these coordinates.
+            # Several ranks of a stage may have these coordinates; take the first of them.
             Axis.STAGE: place.zero1 * case.topology.weight + place.weight,
         }
         self.pool = MemoryPool()
         """Pool of the buffers that gradients are reduced into."""
-        # By name, since a step asks for the same parameters in every micro-batch.
+        # Results of `travels` are cached by name: each micro-batch asks for the same parameters.
         self._gathered: dict[str, ShardedParameter] = {}
         self._full: dict[str, Tensor] = {}
 
@@ -70,14 +70,17 @@ class DryRank:
 
     @cached_property
     def gradients(self) -> MainGradients:
-        """Main gradients, which `deliver` fills: there is no backward, so hooks are removed."""
+        """The main gradients of the rank, which get gradients from `deliver`.
+
+        Nothing is computed, so autograd would never call their hooks: `close` removes them.
+        """
         gradients = MainGradients(self.trained, self, rows_of=self[Axis.ZERO1])
         gradients.close()
         return gradients
 
     @cached_property
     def optimizer(self) -> Zero1Optimizer:
-        """The optimizer, which has each parameter apart, as fused ones are updated apart."""
+        """The optimizer of the rank; the parts of fused parameters are parameters of their own."""
         updated = updated_parameters(self.case, self._place)
         gradients = MainGradients(updated, self, rows_of=self[Axis.ZERO1])
         gradients.close()
@@ -96,7 +99,8 @@ class DryRank:
         """The reductions of gradients over the weight group."""
         weight = self.case.parallel.weight
         config = ISPCommModelConfig.of(weight, META)
-        # With `reduces_apart` reductions have a process group of their own.
+        # With `reduces_apart`, reductions run over a second process group of the same ranks, whose
+        # channel is called `weight_reduce` instead of `weight`.
         apart = "_reduce" * weight.reduces_apart
         reducer = GradientReducer(
             {a: self._channel(a, f"{a}{apart}") for a in _OF_WEIGHTS},
@@ -123,7 +127,8 @@ class DryRank:
     def deliver(self, name: str, *, last: bool) -> None:
         """Take a gradient of parameter `name`, as backward does.
 
-        `last`: it is one of the last backward pass, after which buckets may be reduced.
+        `last` is True if the gradient is one of the last backward pass of the step: buckets are
+        reduced only once they have all of these.
         """
         if self.case.gathers_weights:
             self._reduce(name)
@@ -146,8 +151,8 @@ class DryRank:
     def expect_last(self, uses: Mapping[str, int]) -> None:
         """Begin the last backward pass, in which each parameter gets `uses` gradients.
 
-        A bucket is reduced once its parameters have theirs. Parameters without a declared use get
-        gradients from autograd, and count as complete at once.
+        A bucket is reduced once each of its parameters has got all of its gradients. Parameters of
+        which no block declares a use get gradients from autograd, and count as complete at once.
         """
         self._uses = Counter(uses)
         self.gradients.expect_last()

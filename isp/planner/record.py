@@ -44,11 +44,15 @@ class Arrive(NamedTuple):
     """Event: a block waits for a transfer that it has launched."""
 
     age: int
-    """Number of transfers on the device that were launched after it: 0 for the latest."""
+    """Number of device transfers launched after the awaited one: 0 if that is the latest."""
 
 
 class Reach(NamedTuple):
-    """Event: a use begins; in backward only if the layer's input needs a gradient."""
+    """Event: a use begins.
+
+    In backward it is recorded only if the layer computes a gradient of its input, for which it
+    needs the weight.
+    """
 
     use: int
     phase: Phase
@@ -113,7 +117,11 @@ class BlockRecord(NamedTuple):
     """Peak of the bytes in backward beyond `saved`."""
 
     def without_input(self) -> BlockRecord:
-        """Return the record of a recomputed block whose input is recomputed, too: it keeps none."""
+        """Return this record without what keeps the block's input for backward.
+
+        It is for a recomputed block inside a segment: its input is recomputed from the input of the
+        segment's first block, so the block keeps nothing.
+        """
         forward, backward = (tuple(e for e in record if not _is_of_input(e)) for record in self[:2])
         return BlockRecord(forward, backward, Saved(), self.work)
 
@@ -132,7 +140,7 @@ class BlockRecord(NamedTuple):
             if isinstance(event, Reach | Read):
                 yield event._replace(phase=Phase.RECOMPUTE)
             elif not _is_of_input(event):
-                # The input goes to the host once, in the first forward.
+                # The copy of the input to the host is left out: the first forward has made it.
                 yield event
 
 
@@ -167,7 +175,8 @@ class EventRecorder:
         """The block that memory saved now counts for: after a block's last use, the next block."""
         self._launched = 0
         """Number of transfers launched so far."""
-        # Keys of storages that exist before and after a micro-batch: weights, token ids.
+        # These keys are of storages that exist before and after a micro-batch, such as weights and
+        # token ids. They are never counted.
         self._known: set[int] = set()
         self._reached: set[tuple[int, int]] = set()
         """Uses that forward has reached, as (block, use)."""
@@ -207,13 +216,15 @@ class EventRecorder:
             called: set[int] = set()
             for v, place in enumerate(block.uses):
                 at = place.at
-                # No module is called where tokens are mixed: a hook on x marks the use, and the
-                # gradient of x marks it in backward.
+                # A mixer that is a function, such as attention, has no module to put a hook on. The
+                # position calls a hook with the mixer's input x; a hook on the gradient of x tells
+                # when backward is there.
                 if at is None:
                     assert place.layer is None, f"nothing is called at {place.use.name}"
                     self._mixes(place.key, b, v, position)
                     continue
-                # Several layers in one call, such as fused experts: only the first one has a hook.
+                # Several layers may run in one call of a module, such as fused experts. The module
+                # gets hooks for the first of them only.
                 if id(at) in called:
                     self._places[id(place.layer)] = b, v
                     self._inside.add(id(place.layer))
@@ -223,11 +234,12 @@ class EventRecorder:
                 called.add(id(at))
                 at.register_forward_pre_hook(partial(self._begins, b, v))
                 at.register_forward_hook(partial(self._ends, b, v))
-            # A layer without a call of its own ends with the call that it is in.
+            # If the block's last layer runs inside another layer's call, the block's last use is
+            # the one with that call.
             self._lasts.add((b, v) if at is None else self._places[id(at)])
 
     def _mixes(self, key: Hashable, block: int, use: int, position: Position) -> None:
-        """Record the start of each call that mixes tokens at the place `key`."""
+        """Record the start of `use` at each call of the mixer that `position` knows by `key`."""
 
         def hook(x: Tensor) -> None:
             self._begins(block, use)
@@ -361,7 +373,8 @@ class EventRecorder:
     def _begins(self, block: int, use: int, *_: object) -> None:
         """Record the start of a use; a forward pre-hook."""
         if self.phase is Phase.FORWARD:
-            # A loss may run the layers after the head twice; the first run counts.
+            # A loss may run layers of the head again, for example for each chunk of tokens: only
+            # the first run of a use counts as its start.
             if (block, use) in self._reached:
                 return
             self._reached.add((block, use))
@@ -398,7 +411,8 @@ class PeakMemory(TorchDispatchMode):
         given = {*map(memory_of, tensors_in(args, kwargs))}
         out = func(*args, **(kwargs or {}))
         for x in tensors_in(out):
-            if memory_of(x) not in given:  # a view or in-place result makes no memory
+            # A result that shares memory with an argument, a view or in-place, takes none.
+            if memory_of(x) not in given:
                 self._add(x.untyped_storage())
         self.peak_bytes = max(self.peak_bytes, self._bytes)
         return out

@@ -63,7 +63,10 @@ class Rehearsal(NamedTuple):
     in_loss: int
     """Peak of the bytes that the loss makes, those it keeps included."""
     splits_logits: bool
-    """True if a rank computes part of the logits, but the losses, of all tokens of the group."""
+    """True if the loss is vocabulary-parallel.
+
+    Each rank then computes part of the logits of all tokens of its tensor group, and all losses.
+    """
 
 
 def records_of(
@@ -74,8 +77,9 @@ def records_of(
     kinds = kinds_of(case, place.stage, blocks)
     found = {kind: record_of_kind(case, place, kind) for kind in set(kinds.values())}
     kept = {block.name for block in blocks if block.input_kept}
+    # Rehearsed blocks always keep their input; remove it from blocks that do not: [Note: Segments].
     return {
-        name: found[kind] if name in kept else found[kind].without_input()  # [Note: Segments]
+        name: found[kind] if name in kept else found[kind].without_input()
         for name, kind in kinds.items()
     }
 
@@ -95,6 +99,8 @@ def rehearsal(case: PlanCase, place: Coordinates, *, recomputed: bool = False) -
     `recomputed=False`. See [Note: Plain loss].
     """
     topology, parallel = case.topology, case.parallel
+    # Keep only what decides the work of one rank, so that layouts which differ in pipeline, weight
+    # or zero1 size find the same rehearsal in the cache.
     part = _RankPart(
         Topology(
             world_size=topology.tensor,
@@ -137,7 +143,8 @@ def _uniform_layers(model: ModelConfig, recomputed: bool) -> ModelConfig:
         checkpoint_keeps_attention=recomputed and model.checkpoint_keeps_attention,
         checkpoint_distribute_activations=recomputed and model.checkpoint_distribute_activations,
         checkpoint_offload=recomputed and model.checkpoint_offload,
-        checkpoint_segment=0,  # [Note: Segments]
+        # Each block is rehearsed as if it kept its input: [Note: Segments].
+        checkpoint_segment=0,
     )
 
 
@@ -156,7 +163,7 @@ class _RankPart(NamedTuple):
     documents: int
     """Number of documents of equal length in a row."""
     expert: int
-    """Number of ranks with different experts; each expert is assumed to get as many tokens."""
+    """Number of ranks with different experts; all experts are taken to get equally many tokens."""
     expert_chunks: int
     experts_stay: bool
 
@@ -189,7 +196,8 @@ def _rehearsed(
     recorder, mode, recomputed = EventRecorder(), part.sequence.mode, model.checkpoint > 0
     tensor = part.channel(Axis.TENSOR, recorder)
     own_model = _of_first_and_last(model, dtype, mode, part.experts_stay)
-    # The layers of a run; weights, host memory and channels are replaced by stand-ins that record.
+    # These are the classes of a run, but weights, host memory and channels are stand-ins: they send
+    # and gather nothing, and record what they are asked for.
     layers = DryLayers(
         recorder=recorder,
         like_cuda=not on_cpu,
@@ -227,12 +235,14 @@ def _rehearsed(
     weights = [item.parameter for item in parameters]
     logits = rows * tokens * own_model.vocab_size // tensor.size
     products = DryProducts(recorder, weights, on_cpu=on_cpu)
-    if not part.gathers_weights:  # weight gradients are computed straight into main gradients
+    # Without gathers, weight gradients are not reduced first: products add them to main gradients.
+    if not part.gathers_weights:
         layers.communicator.route = products
+    # These tensors exist before and after the micro-batch, and have owners of their own in a plan.
     recorder.know((*weights, *products.main_gradients, ids))
     with Products(recorder):
-        # The first forward of such a model finds out what later ones need not keep, and keeps more
-        # than they do: run it once, and discard its record.
+        # The first forward of a model that learns finds out what later ones need not keep, and so
+        # keeps more than they do: run it once, and discard its record.
         if whole.learns:
             _forward(whole, ids, _ends_of(tokens, part.documents))
             recorder.forget()
@@ -243,6 +253,8 @@ def _rehearsed(
             headless = whole.trace.head is None
             rest = 0
             with PeakMemory() as made:
+                # Of a rehearsal with recomputation only decoder blocks are used, so any scalar will
+                # do to start its backward.
                 if recomputed:
                     loss = output.sum()
                 else:
@@ -252,7 +264,9 @@ def _rehearsed(
                         else num_loss_chunks(output, labels.numel(), model.loss_chunk_tokens)
                     )
                     loss, rest = _loss(whole, output, labels, chunks, recorder)
-            if not recomputed:  # [Note: Plain loss]: softmax and its gradient pass over the logits
+            # Softmax and its gradient are not counted by torch: each reads and writes the logits
+            # about four times in float32.
+            if not recomputed:
                 over_logits = Compute(Work.MEMORY, 4 * logits * max(4, output.itemsize))
                 recorder.note(over_logits)
                 recorder.note(over_logits)
@@ -267,8 +281,8 @@ def _rehearsed(
     # records are those of the plain rehearsal.
     own_kinds = ((b, kind) for b, kind in enumerate(kinds) if kind[0] == recomputed)
     by_kind = {kind: recorder.record(b, saved[b]) for b, kind in own_kinds}
-    # A model without a head of its own computes the loss of whole logits, whose gradient is made in
-    # backward, outside of `made`.
+    # A model without a separate head computes the loss of whole logits. Their gradient is made in
+    # `loss.backward`, where `made` no longer measures, so it is added here.
     after = logits * max(4, output.itemsize) if headless else 0
     in_loss = made.peak_bytes + rest + after
     return Rehearsal(by_kind, shared, saved[-1].total + rest, in_loss, whole.splits_logits)
@@ -276,7 +290,10 @@ def _rehearsed(
 
 @lru_cache(maxsize=64)
 def _of_first_and_last(model: ModelConfig, dtype: str, mode: Mode, stay: bool) -> TracedModel:
-    """Return the model with only the blocks that are run, so that the others are never built."""
+    """Return the model with only the first and the last block of each kind.
+
+    The rehearsal needs no more, and other blocks are never built.
+    """
     shape = whole_shape(model, dtype, mode, experts_stay=stay)
     shapes = {name: layout.global_shape for name, layout in shape.layouts.items()}
     (blocks,) = shape.chunks
@@ -298,8 +315,9 @@ def _forward(whole: StageModule, ids: Tensor, cu_seqlens: Tensor | None) -> Tens
         return whole(ids, ids, cu_seqlens)
     except (NotImplementedError, RuntimeError) as error:
         raise ValueError(
-            f"cannot plan this {type(whole.model).__name__}: its code does not run without values,"
-            f" such as which experts a token goes to: {next(iter(str(error).splitlines()), '')}"
+            f"cannot plan this {type(whole.model).__name__}, so choose its layout by hand: its code"
+            f" does not run without values, such as which experts a token goes to:"
+            f" {next(iter(str(error).splitlines()), '')}"
         ) from error
 
 
@@ -317,20 +335,23 @@ _PRODUCTS = 3
 def _loss(
     whole: StageModule, output: Tensor, labels: Tensor, chunks: int, recorder: EventRecorder
 ) -> tuple[Tensor, int]:
-    """Return the loss of at most four of `chunks` chunks, and the bytes of what is left out.
+    """Compute the loss of at most four of `chunks` chunks of tokens.
 
-    The events of the second chunk are repeated for the chunks that are not run; the bytes are those
-    of the gradient of their tokens. See [Note: Loss chunks] in docs/design/notes/planner.md.
+    The events of the second chunk are repeated for each chunk that is left out. Returns the loss,
+    and the bytes that the gradient of the left-out tokens would take. See [Note: Loss chunks] in
+    docs/design/notes/planner.md.
     """
     length, left_out, rest = output.shape[1], max(0, chunks - 4), 0
-    if left_out:  # cut the tokens so that exactly four chunks are left
+    if left_out:
+        # Cut off tokens, so that exactly four chunks are left.
         run = 4 * ceil(length / chunks)
         rest = output[:, run:].nbytes
         output, labels = output[:, :run], labels[:, : labels.shape[1] * run // length]
     loss = whole.loss(output, labels, output.new_empty((), dtype=torch.float64))
     if left_out:
         events = recorder.running
-        # The events of the second chunk begin at its first product and end before the third's.
+        # Each chunk has three products, by which chunks are told apart: the events of the second
+        # one begin at the fourth product of the loss and end before the seventh.
         is_product = (isinstance(e, Compute) and e.kind is Work.PRODUCT for e in events)
         places = [i for i, found in enumerate(is_product) if found]
         begin, end = places[_PRODUCTS], places[2 * _PRODUCTS]

@@ -269,7 +269,8 @@ def _too_large(found: Found) -> str:
 def _refused(found: Found) -> str:
     """Return why layouts were refused: each reason about the model once, and one line on the batch.
 
-    The batch is a reason of its own for each size, so its line names only modes without layouts.
+    A batch that cannot be divided is refused with another text for each size. All these are one
+    line here, which names the modes that are left without any layout.
     """
     about_batch = (" sequences a step cannot ", " needs as many micro-batches ")
     about_model = [r for r in found.refused if not any(part in r for part in about_batch)]

@@ -170,8 +170,8 @@ def search(
     layouts = list(_layouts(config, world_size, fabric, rows, refused))
     for layout in progress(layouts, "memory of layouts"):
         found = _least_recomputed(layout, world_size, fabric, budget)
-        # `exchange: auto` is planned as a gather, and as a ring, with less memory, if that is
-        # too large.
+        # With `exchange: auto` context ranks gather keys and values if memory allows, else they
+        # send them around a ring: plan the ring if the gather does not fit.
         if _may_ring(found) and not budget.fits(found.memory):
             layout = with_exchange(layout, ContextExchange.RING)
             found = _least_recomputed(layout, world_size, fabric, budget)
@@ -197,7 +197,7 @@ def search(
             # Weights that stay gathered take memory, so they have to be clearly faster.
             if there.seconds < STAYS_BELOW * candidate.seconds:
                 kept.append(there)
-    # Report a layout that does not fit only for groups without one that fits.
+    # `smallest` is reported for a pair of mode and tensor size only if no layout of it fits.
     there_are = {(c.case.mode, c.case.topology.tensor) for c in fitting}
     return Found(
         world_size=world_size,
@@ -212,7 +212,7 @@ def search(
 
 
 def _with_weights_kept(candidate: Candidate, fabric: Fabric) -> Candidate:
-    """Return the layout with weights that stay gathered after forward."""
+    """Return the layout of `candidate` with reshard_after_forward=false, and its memory."""
     parallel, world_size = candidate.config.parallel, candidate.case.topology.world_size
     weight = replace(parallel.weight, reshard_after_forward=False)
     config = replace(candidate.config, parallel=replace(parallel, weight=weight))
@@ -229,6 +229,7 @@ def _layouts(
     config: JobConfig, world_size: int, fabric: Fabric, rows: int, refused: dict[str, None]
 ) -> Iterator[JobConfig]:
     """Yield all valid layouts; the reasons why others are invalid are added to `refused`."""
+    # A stage has at least one block; more than 32 stages are not tried, to keep the search short.
     pipelines = [n for n in divisors(world_size) if n <= min(config.model.num_layers, 32)]
     for mode, tensor, pipeline in product(Mode, divisors(world_size), pipelines):
         if world_size % (tensor * pipeline):
@@ -318,7 +319,7 @@ def _with_batch(config: JobConfig, rows: int, data: int, micro_bsz: int) -> JobC
     if rows % (data * micro_bsz):
         raise ValueError(
             f"{rows} sequences a step cannot be shared by {data} data ranks in micro-batches of"
-            f" {micro_bsz}"
+            f" {micro_bsz}: use a multiple of {data * micro_bsz} sequences"
         )
     sizes = replace(config.data, micro_bsz=micro_bsz, micro_num=rows // (data * micro_bsz))
     whole = None if config.training.global_batch_size is None else rows
@@ -347,6 +348,8 @@ def _least_recomputed(
         )
         return _candidate(replace(config, model=model), world_size, fabric)
 
+    # Plan both ends first: the choices between them matter only if the least recomputation does not
+    # fit and the most does.
     least, most = with_recompute(*RECOMPUTE[0]), with_recompute(*RECOMPUTE[-1])
     if budget.fits(least.memory):
         return least
@@ -399,8 +402,10 @@ def _estimate(case: PlanCase, fabric: Fabric) -> float:
         counts = Counter(kinds[block.name] for block in layers)
         weights = (n * _weight_seconds(case, fabric, kind) for kind, n in counts.items())
         block = max(block, sum(weights))
+    # Table and head are on different stages of a pipeline, so half of their time counts for each.
     micro = block / stages + seconds((first, last)) / (1 if stages == 1 else 2)
     update = costs.update + costs.newton_schulz(costs.of_matrices / case.topology.stage)
+    # A pipeline of s stages takes as long as s - 1 further micro-batches: its bubble.
     return micro * (case.micro_num + stages - 1) + update + _gradient_seconds(case, fabric)
 
 
@@ -427,6 +432,7 @@ def _block_seconds(
 
 def _weight_seconds(case: PlanCase, fabric: Fabric, kind: BlockKind) -> float:
     """Return the seconds to gather a block's weights twice and reduce its gradients."""
+    # Of a weight with n elements, each rank of a weight group of w sends n / w to the w - 1 others.
     numbers = sum(math.prod(shape) for _, shape in kind[1] if shape)
     sent = int(numbers * case.item_bytes / case.topology.weight * (case.topology.weight - 1))
     return 3 * fabric.seconds(case, Transfer("all_gather", "weight", Tag(Purpose.WEIGHT), sent))
@@ -437,6 +443,7 @@ def _gradient_seconds(case: PlanCase, fabric: Fabric) -> float:
     topology = case.topology
     if topology.weight_data == 1:
         return 0.0
+    # Summing and publishing together send as much as an all-reduce: 2 (n - 1) / n of the elements.
     own = case.language_model.num_parameters / topology.weight / topology.pipeline
     sent = int(2 * own * case.wide_bytes * (topology.weight_data - 1) / topology.weight_data)
     tag = Tag(Purpose.REPLICA_GRADIENT)

@@ -39,7 +39,7 @@ class Walked:
     actions: tuple[tuple[Action, float, float], ...]
     """Each action with its duration and the part of it that was spent waiting."""
     tail: float
-    """From the end of the last action to the end of the step."""
+    """Seconds from the end of the last action to the end of the step."""
     tail_exposed: float
     """The part of `tail` spent waiting."""
     busy: float
@@ -69,7 +69,8 @@ def walk(case: PlanCase, fabric: Fabric, rank: int, micro_num: int) -> Walked:
 class Clock:
     """Clock of one rank, in seconds, with one compute stream and several wires.
 
-    Transfers queue on a wire in launch order. Only computing and waiting advance the clock.
+    A wire is a link between ranks, or to the host, that carries one transfer at a time, in launch
+    order. Only computing and waiting advance the clock.
     """
 
     def __init__(self) -> None:
@@ -124,7 +125,7 @@ class Walk:
         self._published: dict[str | None, Hashable] = {}
         """By weight, the key of the all-gather that brings its updated rows to this rank."""
         self._reached: tuple[Block, int] | None = None
-        """The use that backward reached last; its memory passes are charged at the next use."""
+        """The use that backward reached last; `_pass_back` charges it when the next one begins."""
         self._fetched: set[Hashable] = set()
         """Keys (action, block) of block inputs whose copy from the host was launched."""
         self._latest: dict[int, int] = {}
@@ -184,8 +185,8 @@ class Walk:
             for use in block.uses:
                 self.clock.wait(self._published.get(use.weight))
         elif self._last and not self._travels:
-            # From the last backward on, each parameter's gradient is complete once all uses of it
-            # have delivered, so its bucket may go out.
+            # From here on gradients of the last backward passes are delivered. Each use of a
+            # parameter delivers one; a bucket is reduced when all of its parameters have theirs.
             self._travels = True
             self.dry.expect_last(self._uses)
         if not forward:
@@ -246,13 +247,14 @@ class Walk:
                 self.dry.deliver(name, last=self._last)
 
     def _reach(self, block: Block, use: int, phase: Phase, acts: tuple[WeightOp, ...]) -> None:
-        """Replay the start of a use: its memory passes, and the gathers launched here."""
+        """Replay the start of a use: its memory-bound operations, and the gathers launched here."""
         reads = block.uses[use].weight is not None
         if phase is Phase.BACKWARD:
             self._pass_back((block, use))
         elif reads:
             self.clock.compute(self.costs.before(block, use))
-        # Forward launches gathers at the read instead, after the wait (see `_read`).
+        # A use without a weight is never read, so its gathers are launched here. In forward, a use
+        # with a weight launches gathers only after the wait for the weight, in `_read`.
         if not reads or (phase is Phase.BACKWARD and self.overlap):
             self._gather(acts)
 
@@ -268,11 +270,13 @@ class Walk:
             self._gather(acts)
 
     def _pass_back(self, use: tuple[Block, int] | None) -> None:
-        """Charge the memory passes of the use that backward reached last, if `use` is another.
+        """Charge the memory-bound operations of the use that backward reached last.
 
-        In backward they come after the use's product, so they are charged when the use ends.
+        Nothing is charged while `use` is still that use: in backward these operations run after the
+        product, so they are charged when another use begins or the block ends (None).
         """
         if self._reached is not None and self._reached != use:
+            # Backward moves about twice the bytes of forward: its tensors and their gradients.
             self.clock.compute(2 * self.costs.before(*self._reached))
         self._reached = use
 
@@ -296,7 +300,10 @@ class Walk:
         self.clock.launch(key, wire, seconds, after=after)
 
     def _gather(self, acts: Iterable[WeightOp]) -> None:
-        """Launch the gathers among `acts`; each one starts after its weight's rows have arrived."""
+        """Launch the gathers among `acts`.
+
+        A gather starts once the all-gather that publishes the updated weight has reached this rank.
+        """
         for act in (act for act in acts if act.kind is WeightOpKind.GATHER):
             if act not in self._gathers:
                 self._gathers[act] = self._transfers_of(act.parameters)
@@ -316,7 +323,8 @@ class Walk:
     def _publish(self) -> None:
         """Launch the all-gathers of the weights that the previous step has updated."""
         self.dry.publisher.launch()
-        buckets = enumerate(self.dry.publisher.buckets, start=1)  # numbered as they are launched
+        # `launched` has numbered the buckets' transfers from 1; these numbers are their keys.
+        buckets = enumerate(self.dry.publisher.buckets, start=1)
         keys = {item.name: number for number, bucket in buckets for item in bucket.members}
         for block in (block for chunk in self.chunks for block in chunk):
             weights = [use.weight for use in block.uses if use.weight is not None]
@@ -345,14 +353,17 @@ class Walk:
         self.dry.reducer.finish()
         self.dry.gradients.reduce()
         self._update()
-        # Losses of all tokens, computed from parts of the logits, are the same on tensor ranks.
+        # If logits are split over a tensor group, each of its ranks has the losses of all tokens:
+        # they are summed over data ranks only, else over all ranks of the stage.
         splits_logits = rehearsal(self.case, self.place).splits_logits
         losses = Axis.DATA if splits_logits else Axis.STAGE
-        # The world's sum has the squared norm, and a flag of each trained parameter.
+        # The sum over all ranks has the squared gradient norm and, for each trained parameter, a
+        # flag that it got a gradient.
         reached = len(self.case.language_model.trained_names)
         for axis in (Axis.DATA, Axis.WORLD, losses, Axis.PIPELINE):
             self.dry.all_reduce_numbers(axis, (1 + reached,) if axis is Axis.WORLD else ())
         model = self.case.language_model
-        if experts := experts_of(model.shape, model.trace):  # token counts of each expert
+        # The numbers of tokens of each expert are summed over all ranks, for the load balance.
+        if experts := experts_of(model.shape, model.trace):
             for axis in (Axis.STAGE, Axis.PIPELINE):
                 self.dry.all_reduce_numbers(axis, (len(experts), max(experts.values())))

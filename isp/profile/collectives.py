@@ -51,7 +51,8 @@ def clock_lead(host: Channel) -> float:
         host.all_reduce(torch.zeros(1), tag=Tag(tensor="clock")).wait()
         readings.append(time.perf_counter())
     own = torch.tensor([readings], dtype=torch.float64)
-    of_ranks = host.all_gather(own, tag=Tag(tensor="clock")).wait()  # [p, rounds]
+    # One row of times for each rank: [p, rounds].
+    of_ranks = host.all_gather(own, tag=Tag(tensor="clock")).wait()
     leads: list[float] = (of_ranks[host.rank] - of_ranks[0]).tolist()
     return statistics.median(leads)
 
@@ -116,8 +117,8 @@ def _on_clock(record: RankRecord, zero: float) -> RankTimes:
     found = []
     for transfer in record.transfers:
         launch, end = ms(transfer.launched), ms(transfer.arrived)
-        # Transfers of a channel run one after another: this one starts when the last one that was
-        # launched before it ends. Sends and receives have no such order.
+        # Transfers of a channel run one after another, so a transfer starts when the one launched
+        # before it ends. Sends and receives have no such order.
         start = ms(transfer.began)
         if not transfer.is_between_two:
             ahead = [t for t in under_way[transfer.channel] if t > launch]
@@ -195,7 +196,11 @@ def _matched(
 
 
 def _identity(collective: Collective) -> tuple[str, str]:
-    """Return what is equal on all ranks of a collective: kind and label; a send is a receive."""
+    """Return the kind and label of a collective, which are equal on all of its ranks.
+
+    The kind of a send or receive is left out, since the same transfer is a send on one rank and a
+    receive on the other.
+    """
     return "" if collective.is_between_two else collective.kind, collective.label
 
 

@@ -23,7 +23,10 @@ RegisterHook = Callable[[Callable[..., None]], RemovableHandle]
 
 @dataclass(frozen=True)
 class Mark:
-    """The start of a part of the model, or of a use in it; seconds of `time.perf_counter`."""
+    """The moment at which a rank begins a part of the model, or reaches the use of a weight in it.
+
+    Times are in seconds of the rank's `time.perf_counter`.
+    """
 
     at: float
     phase: Phase
@@ -50,9 +53,9 @@ class RankRecord:
     channels: dict[str, tuple[int, ...]] = field(default_factory=dict)
     """Ranks of each channel, by its name."""
     clock_lead: float = 0.0
-    """Seconds by which its clock is ahead of rank 0's."""
+    """Seconds by which `time.perf_counter` on this rank is ahead of that on rank 0."""
     unix_zero: float = 0.0
-    """Unix time, in seconds, at which its clock was 0."""
+    """Unix time, in seconds, at which `time.perf_counter` was 0 on this rank."""
 
 
 _Moment = tuple[streams.Event | None, Mark]
@@ -101,7 +104,10 @@ class Recorder:
         self._memory.close()
 
     def begin_step(self) -> None:
-        """Mark the start of a step and the end of the one before; call it after the last, too."""
+        """Record the moment at which a step starts and the step before it ends.
+
+        Call it before each step, and once more after the last step.
+        """
         self._begins.append(self._moment(self.log.phase, self.log.block))
 
     @property

@@ -121,21 +121,30 @@ class Collective:
     launch_ms: float
     """Time of the launch on this rank."""
     start_ms: float
-    """Earliest start: the launch, or the end of the transfer before it on the same channel. A send
-    or receive counts only while it is waited for."""
+    """Earliest possible start: the launch, or the end of the transfer before it on its channel.
+
+    For a send or receive it is not known, and the begin of the wait is taken.
+    """
     end_ms: float
     wait_ms: float
     """Time at which the rank began to wait for it."""
     exposed_ms: float
     """Time for which that wait blocked."""
     moving_ms: float
-    """Duration after it could begin on every rank: the minimum over the ranks of its group."""
+    """Duration of the transfer without waiting for other ranks.
+
+    It is the shortest time from start to end on any rank of the group: the rank that joined last
+    waited for no other.
+    """
     others_ms: float
     """Part of `exposed_ms` in which another rank had not joined yet."""
     queue_ms: float
     """Part of `exposed_ms` in which it queued after another transfer on its channel."""
     edge: Edge | None = None
-    """The edge of the step at which it is, where exposure is expected; None elsewhere."""
+    """Start or end of the step if the collective is a first gather or a last reduction, else None.
+
+    There exposure is expected, since no compute is left to overlap with it.
+    """
 
     @property
     def cost(self) -> Cost:
@@ -144,7 +153,7 @@ class Collective:
 
     @property
     def cause(self) -> Cause:
-        """Cause of the part of the wait in which other ranks were not waited for."""
+        """Cause of the exposed time that is left without the time waiting for other ranks."""
         if self.edge is not None:
             return Cause.FIRST if self.edge is Edge.FIRST else Cause.LAST
         return Cause.COULD_HIDE if self.cost is Cost.AHEAD else Cause.AT_ONCE

@@ -33,7 +33,8 @@ once) + excess (longer than the compute they overlap), without waiting for other
 class Table(NamedTuple):
     """Table of text with titles in its first row.
 
-    Columns from `text_columns` to before `text_from` hold numbers, which are aligned to the right.
+    The first `text_columns` columns hold text, and those from index `text_from` on (None: none).
+    The columns between hold numbers, which are aligned to the right.
     """
 
     rows: Sequence[Sequence[str]]
@@ -164,7 +165,8 @@ def unsaid(advice: str, said: set[str]) -> str:
     if key not in said:
         said.add(key)
         return advice
-    # Numbers are those of this row; a fact without any is part of the advice.
+    # The remedy stands above already. Its fact is repeated only if it has numbers, which are about
+    # this row of the table.
     return fact if re.search(r"\d", fact) else ""
 
 

@@ -51,6 +51,8 @@ def step_collectives(times: RankTimes, step: int) -> tuple[Collective, ...]:
         # gather is at the edge, too.
         if own[i].block != "embedding":
             break
+    # Of the reductions in backward only the last one has no compute left to overlap with; those in
+    # the optimizer phase never have any.
     reductions = [i for i, c in enumerate(own) if c.purpose in _REDUCTIONS]
     in_backward = [i for i in reductions if own[i].phase in _BACKWARD]
     for i in (*in_backward[-1:], *(i for i in reductions if own[i].phase is Phase.OPTIMIZER)):
@@ -102,8 +104,9 @@ def _sums(own: Sequence[Collective]) -> KindTotals:
 
 
 def _unavoidable(collective: Collective) -> float:
-    """Return the part of the wait that remains with the earliest possible launch."""
-    # What was sent before the wait was hidden; it cannot be exposed for longer than it was.
+    """Return the milliseconds of the wait that no earlier launch of `collective` could hide."""
+    # The transfer began before the wait, so the part of its duration until then was hidden. No more
+    # can be unavoidable than was measured as exposed: `moving_ms` is from the fastest rank.
     hidden = collective.wait_ms - collective.start_ms
     return max(0.0, min(collective.moving_ms - max(0.0, hidden), collective.exposed_ms))
 
@@ -121,6 +124,7 @@ def _excess(
     moving = sum(
         c.moving_ms for c in others if (times.mark_at(c.wait_ms).phase in _FORWARD) is forward
     )
+    # Spans include waits of all transfers, during which nothing is computed: subtract them.
     length = sum(span.end_ms - span.begin_ms for span in spans if span.phase in phases)
     waited = sum(c.exposed_ms for c in own if times.mark_at(c.wait_ms).phase in phases)
     return max(0.0, moving - max(0.0, length - waited))
@@ -129,6 +133,7 @@ def _excess(
 def timeline(times: RankTimes, step: int, *, number: int, zero: float) -> StepTimeline:
     """Return recorded step `step` as the timeline of step `number`, in time since `zero`."""
     begin, end = times.begins[step], times.begins[step + 1]
+    # Memory is read only at the starts of blocks; other marks have 0.
     marks = [mark for mark in times.marks if begin <= mark.at < end and mark.memory_gib]
     return StepTimeline(
         step=number,
@@ -152,9 +157,13 @@ def _moved(timed: T, zero: float, *names: str) -> T:
 
 
 def _spans(times: RankTimes, step: int) -> list[ComputeSpan]:
-    """Return the compute spans of a step, without gaps from its begin to its end."""
+    """Return the compute spans of a step: each begins where the one before ends.
+
+    They cover the whole step, from its begin to its end.
+    """
     begin, end = times.begins[step], times.begins[step + 1]
     within = [m for m in times.marks if begin < m.at < end and not m.site]
+    # The part that runs when the step begins was marked before the step.
     first = [times.mark_at(begin)] if times.marks else [Mark(begin, Phase.OTHER, "")]
     spans: list[ComputeSpan] = []
     # `reached` moves on only after a span that is kept, so a skipped one extends the next.

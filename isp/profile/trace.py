@@ -72,7 +72,9 @@ def _waits(rank: int, collectives: Sequence[Collective]) -> Iterable[Event]:
 
 def _channels(rank: int, collectives: Sequence[Collective]) -> Iterable[Event]:
     """Yield the transfers of one rank, each on the first lane of its channel that is free."""
-    lanes: list[tuple[str, float]] = []  # channel, and the end of the last slice
+    # Each lane has the name of its channel, and the time at which its last transfer ends. Slices
+    # that overlap in one lane would be dropped or distorted by viewers.
+    lanes: list[tuple[str, float]] = []
     for c in collectives:
         end = max(c.end_ms, c.launch_ms)
         free = (i for i, (name, at) in enumerate(lanes) if name == c.channel and at <= c.launch_ms)
@@ -116,11 +118,12 @@ def torch_events(
 ) -> list[Event]:
     """Return torch.profiler's events of a rank, to be shown next to our `process`.
 
-    `zero_seconds` is the Unix time of time 0 in our timeline. Its processes get new numbers and
-    names, so that they do not collide with ours or with those of other ranks.
+    `zero_seconds` is the Unix time of time 0 in our timeline. The processes in `trace` get new
+    numbers and names, so that they collide with none of ours nor of other ranks.
     """
     first = _TORCH_PROCESS + 1000 * process
-    shift = trace.get("baseTimeNanoseconds", 0) / 1e3 - zero_seconds * 1e6  # microseconds
+    # torch counts from `baseTimeNanoseconds` of Unix time: shift its times to our zero.
+    shift = trace.get("baseTimeNanoseconds", 0) / 1e3 - zero_seconds * 1e6
     processes: dict[Any, int] = {}
     events = []
     for event in trace["traceEvents"]:

@@ -129,13 +129,16 @@ class _Waits:
     # -- sentences ---------------------------------------------------------------------------
 
     def _of_other_ranks(self) -> str:
-        """Return the mean wait for the last rank, which is named if it is mostly the same one."""
+        """Return a sentence with the mean time until the last rank joined the collective.
+
+        The sentence names that rank if it is the last one nearly every time.
+        """
         waited: defaultdict[int, float] = defaultdict(float)
         for one in self.several:
             waited[one.rank] += one.collective.others_ms
         rank = min(waited, key=lambda r: waited[r])
         text = f"{sum(waited.values()) / len(self.own):.1f} ms for the last rank to join"
-        # The rank that joins last waits for no other.
+        # A rank that nearly always joins last hardly ever waits for another one.
         is_last = waited[rank] < max(waited.values()) / 10
         return f"{text}, usually rank {rank}" if is_last else text
 
@@ -152,11 +155,14 @@ class _Waits:
         return _OF_SEQUENCE.get(collective.purpose, default)
 
     def _of_queue(self) -> str:
-        """Return the transfer after which it queued, and a setting that would avoid this."""
+        """Return a sentence that names the transfer after which this tensor's transfers queued.
+
+        If they are gathers that queued after a reduction, it names the setting that avoids this.
+        """
         ahead: defaultdict[str, float] = defaultdict(float)
         after_reduction = False
         for _, own, step, _ in self.several:
-            # The transfer before it on the channel ends when this one starts.
+            # The transfer that it queued after is the one on its channel that ends where it starts.
             on_channel = (c for c in step if c.channel == own.channel)
             before = next((c for c in on_channel if abs(c.end_ms - own.start_ms) < 1e-6), None)
             if before is not None:
@@ -171,8 +177,11 @@ class _Waits:
         return text
 
     def _of_length(self) -> str:
-        """Return its duration, the compute that overlaps with it, and the remedies."""
-        # From launch to end, without the time that other ranks cost.
+        """Return a sentence with the mean duration of the transfers, and how to hide or avoid them.
+
+        It also has the compute between launch and use, which was too short to hide them.
+        """
+        # The time needed is that from launch to end, without the wait for other ranks.
         needed = fmean(max(c.moving_ms, c.end_ms - c.launch_ms - c.others_ms) for c in self.own)
         overlapped = fmean(map(_overlapped_compute, self.several))
         text = (
@@ -207,11 +216,13 @@ class _Waits:
         if not weight.overlap:
             changes = {"overlap=true": point}
         elif self.own[0].phase is not Phase.FORWARD:
-            return None  # launch points exist in forward only
+            # Launch points can be chosen for forward only.
+            return None
         elif weight.forward_overlap_per is OverlapUnit.MODULE:
             changes = {"forward_overlap_per=layer": point}
-            # Try earlier launch points, the latest first: it holds memory for the shortest time.
         else:
+            # Try the launch points before the present one, nearest first: the later the launch, the
+            # shorter the gathered weights take memory.
             order = list(LaunchPoint)
             earlier = reversed(order[: order.index(point)])
             changes = {f"launch_allgather_before={p}": p for p in earlier}
@@ -226,6 +237,7 @@ class _Waits:
     def _hidden_from(self, one: _Occurrence, point: LaunchPoint) -> float:
         """Return the milliseconds hidden by a launch at `point` of the block before."""
         c, place = one.collective, _place(one, point)
+        # A launch at `point` would be no earlier than the measured one: it hides nothing.
         if place is None or place > c.launch_ms:
             return 0.0
         return min(c.exposed_ms, max(0.0, c.wait_ms + c.exposed_ms - _end_from(one, place)))
@@ -234,6 +246,7 @@ class _Waits:
 def _overlapped_compute(one: _Occurrence) -> float:
     """Return the milliseconds of compute between a collective's launch and its use."""
     c = one.collective
+    # Nothing is computed while the rank waits for other transfers.
     waits = sum(o.exposed_ms for o in one.step if c.launch_ms <= o.wait_ms < c.wait_ms)
     return max(0.0, c.wait_ms - c.launch_ms - waits)
 
@@ -245,6 +258,8 @@ def _place(one: _Occurrence, point: LaunchPoint) -> float | None:
     not reached.
     """
     c = one.collective
+    # Going back from the wait, the first run of marks is of the collective's own block, the second
+    # of the block before.
     passed = [mark for mark in one.sites if mark.at <= c.wait_ms]
     runs = groupby(reversed(passed), key=lambda mark: mark.block)
     block, _ = next(runs, ("", None))
@@ -252,8 +267,11 @@ def _place(one: _Occurrence, point: LaunchPoint) -> float | None:
     if block != c.block or before is None:
         return None
     following = c.wait_ms
-    for site in before:  # the last one first
+    # `before` has the marks of the previous block, the latest first. `following` is the time of the
+    # mark after `site`.
+    for site in before:
         if site.site == point:
+            # The gathers are launched after the waits for what is read at this site.
             waits = [
                 o.wait_ms + o.exposed_ms
                 for o in one.step
@@ -283,8 +301,9 @@ def _end_from(one: _Occurrence, place: float) -> float:
     foreign = [o for o in one.step if id(o) not in mine]
     under_way = [o.end_ms for o in foreign if o.launch_ms <= place < o.end_ms]
     alone = max([place, *under_way]) + sum(o.moving_ms for o in together)
-    # A transfer launched before the end shares the link and moves the end, so that further
-    # launches come before it: repeat until no more are found.
+    # Other transfers that are launched before the end share the link, so the end moves later by
+    # their duration. Before the later end there may be further launches: repeat until there are
+    # none.
     end, meanwhile = alone, -1.0
     while True:
         crossing = sum(o.moving_ms for o in foreign if place < o.launch_ms < end)

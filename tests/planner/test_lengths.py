@@ -228,7 +228,8 @@ def test_a_configuration_that_fits_gets_no_advice(
 def test_an_error_at_a_tried_length_says_that_the_planner_chose_it(file: str) -> None:
     """Catches an error about a length that only the planner tried, as if the user had set it."""
     planned = _planned(file, "--data.micro_bsz", "8000000", "--data.seq_len", "2")
-    with pytest.raises(ConfigError, match=r"^sequences of 2,048 tokens, to see memory grow: data"):
+    text = r"^sequences of 2,048 tokens, planned to see how memory grows: data"
+    with pytest.raises(ConfigError, match=text):
         planned.growth(2)
     with pytest.raises(ConfigError, match=r"^sequences of 1,024 tokens, the shortest tried: data"):
         planned.longest(Budget(300 * MIB, None))

@@ -77,7 +77,7 @@ def test_generate_applies_the_chat_template(
     assert all(text in out for text in texts)
     for more, fault in (
         ([str(tmp_path / "ended.jsonl")], "line 1: its last message is the assistant's"),
-        ([question, "--chat-template=x.jinja"], "--chat-template needs --chat"),
+        ([question, "--chat-template=x.jinja"], "--chat-template is only used with --chat"),
         ([question, "--chat", "--chat-template=x.jinja"], "x.jinja cannot be read"),
         ([question, "--chat", "--tokenizer=bytes"], "bytes has no chat template"),
     ):
