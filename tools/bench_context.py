@@ -50,7 +50,7 @@ exposed               median time for which the slowest rank waited for transfer
 
 
 class ContextBench(Bench):
-    """What one rank does to make the tables for one number of ranks.
+    """Measures on one rank to make the tables for one number of ranks.
 
     Every rank makes one and calls `run`; rank 0 prints the tables.
     """

@@ -141,7 +141,7 @@ WAYS: dict[str, Scan] = {"heads": scan_by_heads, "state": scan_by_state, "gather
 
 
 class MixersBench(Bench):
-    """What one rank does to make the table for one number of ranks.
+    """Measures on one rank to make the table for one number of ranks.
 
     Every rank makes one and calls `run`; rank 0 prints the table.
     """

@@ -91,7 +91,7 @@ class Sample(NamedTuple):
 
 
 class Bench:
-    """What one rank does to make the tables for one number of ranks.
+    """Measures on one rank to make the tables for one number of ranks.
 
     Every rank makes one and calls `run`; rank 0 prints the tables.
     """

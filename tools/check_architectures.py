@@ -93,7 +93,7 @@ _REFUSED = {
 
 
 class Fact(NamedTuple):
-    """What the table of architectures says about one of them."""
+    """Row of the table of architectures."""
 
     architecture: str
     model: str

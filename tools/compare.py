@@ -78,7 +78,7 @@ def ways() -> dict[str, dict[str, Any]]:
 
 
 class Comparison:
-    """What one rank does in the comparison.
+    """The part of one rank in the comparison.
 
     Every rank makes one and calls `run`; rank 0 prints.
     """

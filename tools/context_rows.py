@@ -273,7 +273,7 @@ class _Ring:
 
     @cached_property
     def steps(self) -> list[tuple[Tensor, Tensor, AttentionMask] | None]:
-        """What this rank computes at each step of the ring, in order.
+        """Blocks that this rank computes at each step of the ring, in order.
 
         At step s it has the block of keys and values of the rank s places before it. A step is a
         tuple: indices of the queries that see keys of the block, indices of these keys in the

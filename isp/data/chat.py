@@ -412,7 +412,7 @@ class _TurnNotFound(Exception):
 
 
 class _Places(NamedTuple):
-    """Where the messages and generation blocks are in a rendered conversation."""
+    """The places of messages and generation blocks in a rendered conversation."""
 
     messages: dict[int, list[_Span]]
     """Spans of each message, by its index; without spans of white space only."""

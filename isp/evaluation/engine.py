@@ -33,7 +33,7 @@ __all__ = ["Engine", "EvaluationLayout", "choose_layout"]
 
 
 class EvaluationLayout(NamedTuple):
-    """How the ranks split the model for an evaluation."""
+    """The split of the model over ranks for an evaluation."""
 
     parallel: ParallelConfig
     note: str

@@ -71,7 +71,7 @@ _STEP_OR_DROP = "call run.step(), or run.zero_grad() to drop the gradients"
 
 
 class State(Enum):
-    """What has happened to a run's gradients since the last step; determines the allowed calls.
+    """State of a run's gradients since the last step; it determines the allowed calls.
 
     The value has two texts for the error message of a call that is not allowed: what is pending,
     and what the user can do.

@@ -29,7 +29,7 @@ _UNDECAYED = re.compile(r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|
 
 
 class ParameterRole(StrEnum):
-    """What a parameter is for, which decides whether it is cut or whole on each rank."""
+    """Purpose of a parameter, which decides whether it is cut or whole on each rank."""
 
     SHARDED = "sharded"
     """A parameter of a linear or table: cut over the weight group, and gathered to be read."""

@@ -93,7 +93,7 @@ CASES = tuple(
 
 
 class Differences(NamedTuple):
-    """How a layout differs from the plain model, relative to each tensor's largest element."""
+    """Differences of a layout from the plain model, relative to each tensor's largest element."""
 
     loss: float
     grad_norm: float

@@ -110,7 +110,7 @@ class HostSpec:
 
 
 class Spread(NamedTuple):
-    """How a group of ranks is spread over nodes."""
+    """Spread of a group of ranks over nodes."""
 
     size: int
     per_node: int

@@ -34,7 +34,7 @@ __all__ = [
 
 
 class Cost(StrEnum):
-    """How a collective's cost can be hidden."""
+    """Way in which a collective's cost can be hidden."""
 
     AHEAD = "ahead"
     """It can be launched ahead of its use, or waited for later: weights, weight gradients, and
@@ -148,7 +148,7 @@ class Collective:
 
     @property
     def cost(self) -> Cost:
-        """How the cost of this collective can be hidden."""
+        """Way in which the cost of this collective can be hidden."""
         return Cost.of(self.purpose)
 
     @property

@@ -1,4 +1,4 @@
-"""What this process finds in its environment: optional packages, and torchrun's variables."""
+"""The environment of this process: optional packages, and torchrun's variables."""
 
 from __future__ import annotations
 

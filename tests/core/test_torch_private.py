@@ -1,4 +1,4 @@
-"""What ISP expects of private names of torch: each test fails when a release of torch breaks it."""
+"""Expectations of private names of torch: each test fails when a release of torch breaks it."""
 
 from __future__ import annotations
 

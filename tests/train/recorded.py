@@ -47,7 +47,7 @@ model: {vocab_size: 260, hidden_size: 32, num_layers: 4, num_heads: 8, num_kv_he
 
 
 class Recorded(NamedTuple):
-    """How one of the recorded runs is started."""
+    """Start of one of the recorded runs."""
 
     ranks: int
     overrides: str

@@ -104,7 +104,7 @@ class Task:
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """How a run is split; each of `data` data ranks has `micro` micro-batches."""
+    """Split of a run; each of `data` data ranks has `micro` micro-batches."""
 
     mode: Mode = Mode.ISP
     tensor: int = 1

@@ -55,7 +55,7 @@ SEGMENTS = {**OFFLOADED, "checkpoint_segment": 3}
 
 
 class Way(NamedTuple):
-    """How weights are gathered, and which blocks are recomputed."""
+    """Way in which weights are gathered, and which blocks are recomputed."""
 
     weight: WeightConfig
     keys: Mapping[str, Any] = {}

@@ -36,7 +36,7 @@ class AttentionBackend(StrEnum):
 
     @property
     def remedy(self) -> str:
-        """How to install the backend's package; empty: torch contains it."""
+        """The command or hint that installs the backend's package; empty: torch contains it."""
         return _PACKAGES.get(self, (None, ""))[1]
 
     def check_fits(self, device: str, dtype: str, *, deterministic: bool) -> None:

@@ -14,7 +14,7 @@ from isp.core.section import KeyRole, Ranks, section
 
 
 class Mode(StrEnum):
-    """How linears are split over ranks; `isp.core.layers.linear` has a table of the collectives."""
+    """The way in which linears are split over ranks; `isp.core.layers.linear` has a table of the collectives."""
 
     MTP = "mtp"
     """Megatron tensor parallel: weights are split over the tensor group, activations replicated."""
@@ -251,7 +251,7 @@ class PipelineConfig:
 
 
 class ContextExchange(StrEnum):
-    """How context ranks exchange keys and values."""
+    """The way in which context ranks exchange keys and values."""
 
     AUTO = "auto"
     """The ring, if the keys and values that a gather receives do not fit into the device's memory;
@@ -265,7 +265,7 @@ class ContextExchange(StrEnum):
 
 
 class SequenceScan(StrEnum):
-    """How the ranks that share a sequence compute a scan (linear attention, state spaces)."""
+    """The way in which ranks that share a sequence compute a scan (linear attention, state spaces)."""
 
     AUTO = "auto"
     """By heads or by state, whichever receives fewer bytes; this depends on the sizes of the layer

@@ -53,7 +53,7 @@ class RouterCoefficients(NamedTuple):
 
 
 class LogitsOf(Enum):
-    """What a model's logits predict: the next token, or labels of a classifier."""
+    """The target of a model's logits: the next token, or labels of a classifier."""
 
     VOCABULARY = auto()
     """The next token."""

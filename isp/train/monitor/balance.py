@@ -1,4 +1,4 @@
-"""How evenly the work of attention is split over context ranks, as text for the log."""
+"""Balance of attention over context ranks, as text for the log."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What takes the memory of a rank, and the error that reports it when memory runs out."""
+"""Uses of a rank's memory, and the error that reports it when memory runs out."""
 
 from __future__ import annotations
 

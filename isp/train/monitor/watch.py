@@ -1,4 +1,4 @@
-"""What ranks agree on after each step, the pace of a run, and warnings about losses and ranks."""
+"""Agreement of ranks after each step, the pace of a run, and warnings about losses and ranks."""
 
 from __future__ import annotations
 

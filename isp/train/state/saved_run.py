@@ -1,4 +1,4 @@
-"""What the checkpoints of a run keep about the run, and its comparison with the configuration.
+"""Facts about a run that its checkpoints keep, and their comparison with the configuration.
 
 These are plain values in the manifest, under the keys below, next to the state of a training step
 (`SavedStep`). A checkpoint of another program may lack any of them, or have it in another form.

@@ -37,7 +37,7 @@ def _tiny(name: str) -> Any:
 
 
 class Layout(NamedTuple):
-    """How a model is split over ranks."""
+    """Split of a model over ranks."""
 
     mode: Mode
     size: int
