@@ -14,7 +14,7 @@ from isp.core.section import KeyRole, Ranks, section
 
 
 class Mode(StrEnum):
-    """The way in which linears are split over ranks; `isp.core.layers.linear` has a table of the collectives."""
+    """The split of linears over ranks; `isp.core.layers.linear` has a table of the collectives."""
 
     MTP = "mtp"
     """Megatron tensor parallel: weights are split over the tensor group, activations replicated."""
@@ -265,7 +265,7 @@ class ContextExchange(StrEnum):
 
 
 class SequenceScan(StrEnum):
-    """The way in which ranks that share a sequence compute a scan (linear attention, state spaces)."""
+    """The way in which the ranks of a sequence compute a scan (linear attention, state spaces)."""
 
     AUTO = "auto"
     """By heads or by state, whichever receives fewer bytes; this depends on the sizes of the layer

@@ -1,4 +1,4 @@
-"""Treatment of a model's weights by an update: which are decayed, and which matrices they contain."""
+"""Treatment of weights by an update: which are decayed, and which matrices they contain."""
 
 from __future__ import annotations
 
