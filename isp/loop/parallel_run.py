@@ -506,8 +506,9 @@ class ParallelRun:
         """Run the backward of `loss`, sum gradients over ranks, clip them, and update the weights.
 
         `lr` None: `optimizer.lr` of the configuration. Returns loss, global gradient norm and
-        number of labels of the step, the same on all ranks. Without a `loss`, it ends the step of
-        `backward`, and the outcome's loss is the sum of the losses passed there, over data ranks. A
+        number of labels of the step, the same on all ranks. The outcome's loss is the mean over all
+        labels of the step. Without a `loss`, `step` ends the step of `backward`, and the outcome's
+        loss is the sum of the losses passed there, over data ranks. A
         step whose gradients are not finite, or without any label, is skipped: `outcome.skipped`.
         Raises RuntimeError for a loss that is not the result of the last call of `loss`, and if
         there was no `backward`; TypeError or ValueError for an `lr` that is no rate, and ValueError

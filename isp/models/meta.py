@@ -75,7 +75,8 @@ def freeze_unused(shape: nn.Module, unused: Iterable[str]) -> None:
         shape.get_parameter(name).requires_grad_(False)
     if trained:
         logger.warning(
-            "%d parameters of %s get no gradient from a forward of tokens and are not trained (%s)",
+            "%d parameters of %s get no gradient and are not trained: a forward of tokens does not"
+            " read them, or reads them only to choose keys (%s)",
             len(trained),
             type(shape).__name__,
             ", ".join(trained[:3]) + ", ..." * (len(trained) > 3),

@@ -324,8 +324,9 @@ class TracedModel:
         vocab, key = self.trace.vocab_size, "parallel.weight.vocab_parallel_loss"
         if self.trace.head is None:
             raise ValueError(
-                f"{key}=true needs logits that come from the last linear layer alone, but"
-                f" {type(self.model).__name__} uses more than that: use false"
+                f"{key}=true needs logits that are made from the output of one last nn.Linear and"
+                f" scalars alone (a soft cap is allowed), after blocks that keep the shape of their"
+                f" input: {type(self.model).__name__} is not like that, use false"
             )
         if vocab % size:
             raise ValueError(

@@ -270,11 +270,11 @@ class _Chunk(NamedTuple):
     """Blocks of one chunk of a pipeline rank, and the memory that a micro-batch keeps in them."""
 
     table: Block | None
-    """The embedding table, if this chunk has it."""
+    """The block of the embedding table, if this chunk has it; its bytes are in `ends`."""
     layers: tuple[Block, ...]
     """The decoder blocks."""
     head: Block | None
-    """The head, if this chunk has it."""
+    """The block of the head, if this chunk has it; its bytes are in `ends`."""
     saved: list[Saved]
     """Saved memory of each of `layers`."""
     ends: int

@@ -95,8 +95,8 @@ class StopRequest:
         if self.received is None:
             self.received = number
             logger.warning(
-                "received %s: finishing the step, then saving; a second signal ends the run at"
-                " once, without saving",
+                "received %s: finishing the step, then saving; a second SIGINT, SIGTERM or SIGHUP"
+                " ends the run at once, without saving",
                 number.name,
             )
 

@@ -72,11 +72,11 @@ def mark(device: torch.device, *, timed: bool = False) -> Event | None:
 
 
 def in_use(*tensors: Tensor) -> None:
-    """Record the current stream as a user of `tensors`, all on one device or the host.
+    """Record the current stream as a user of `tensors`, all on one device; skip those on the host.
 
     Without this call, memory that is freed is reused on the stream that allocated it, even if other
     streams still read it. After this call it is reused only when the work that is queued on the
-    current stream at the time of the free is done.
+    current stream at the time of the free is done. Pinned host memory is not protected.
     """
     # The current stream is looked up once, and only if a tensor needs it.
     stream = None

@@ -73,7 +73,10 @@ class ResultRules(ABC):
 
     @property
     def num_buffers(self) -> int:
-        """Number of tensors with the logits' size that exist at a time, including the logits."""
+        """Number of tensors with the logits' size that exist at a time, including the logits.
+
+        `results_of_head` computes that many times fewer tokens at a time.
+        """
         return 1
 
     @abstractmethod

@@ -64,9 +64,10 @@ def groups_of(model: nn.Module, trace: ModelTrace) -> tuple[tuple[str, ...], ...
     uses = Counter(p for m in model.modules() for p in m.parameters(recurse=False))
 
     def kind(numbered: tuple[int, Call]) -> Hashable:
-        """Return a key that is equal for consecutive calls which can be computed as one.
+        """Return a key that is equal for consecutive calls that one `FusedLinears` can hold.
 
-        A call that cannot be fused gets its number as the key, which no other call has.
+        These linears share a gather and an autograd node; each still has its own product. Any other
+        call gets its number as the key, which no other call has.
         """
         number, call = numbered
         module = model.get_submodule(call.module)

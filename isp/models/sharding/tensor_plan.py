@@ -124,7 +124,11 @@ class TensorPlan(NamedTuple):
         return replace(moves, x=own, dx=whole)
 
     def check_sizes(self, model: nn.Module, trace: ModelTrace, size: int) -> None:
-        """Raise ValueError unless `size` divides the features of all cut linears, and the heads."""
+        """Raise ValueError unless `size` divides the features that are cut, and the heads.
+
+        A row linear is cut along its in features, any other one along its out features. The
+        vocabulary may be uneven. Heads and KV heads count only in blocks whose attention is split.
+        """
         for name, cut in self.cuts.items():
             linear = model.get_submodule(name)
             features = (in_features if cut.role is Role.ROW else _out_features)(linear)
