@@ -170,9 +170,9 @@ class DataConfig:
     messages; `last`: those of its last message; `all`: every token."""
 
     excess_length_strategy: ExcessLength = ExcessLength.TRUNCATE
-    """What to do with examples of any format but `text` that are longer than `seq_len` (of a pair of
-    `preferences`: than half of it): `truncate` the end, `drop` the example (the pair), or `raise`
-    an error."""
+    """What to do with examples of any format but `text` that are longer than `seq_len` (each of a
+    pair of `preferences`: than half of it): `truncate` the end, `drop` the example (the pair), or
+    `raise` an error."""
 
     seq_len: Count = 2048
     """Tokens in a sample."""
