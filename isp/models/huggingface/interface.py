@@ -362,7 +362,7 @@ def _attention_function(
     if mixers is None:
         raise RuntimeError(
             f"{type(module).__name__} was called outside of a forward that isp runs: call a"
-            f" parallelized model through the run's `loss` only"
+            f" parallelized model only through the run's `loss`, `log_probs`, `logits` or `hidden`"
         )
     causal = is_causal
     # BigBird-Pegasus' decoder has is_causal=False, although it is causal: is_decoder decides.

@@ -313,7 +313,7 @@ class Position:
         """Return the error for a call without a current pass."""
         return RuntimeError(
             f"{called} was called outside of a forward that isp runs: call a parallelized"
-            f" model through the run's `loss` or isp.integrations.transformers.Trainer only,"
-            f" and use model.checkpoint for recomputation, not the model's own gradient"
-            f" checkpointing"
+            f" model only through the run's `loss`, `log_probs`, `logits` or `hidden`, or"
+            f" isp.integrations.transformers.Trainer, and use model.checkpoint for"
+            f" recomputation, not the model's own gradient checkpointing"
         )
