@@ -64,7 +64,11 @@ HOW_TO_GET_DEEPSPEED = (
 
 @dataclass(frozen=True)
 class Case:
-    """The sizes of one comparison, and the name of its local attention (sdpa or none)."""
+    """One comparison of ISP's attention with DeepSpeed's: sizes, and what computes attention.
+
+    `local` is what a rank calls for its heads: sdpa, or none, which returns q + k + v, so that
+    almost only the transfers take time.
+    """
 
     batch: int
     tokens: int

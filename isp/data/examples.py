@@ -270,10 +270,11 @@ class SourceReader:
         return "".join(f"; {words}" for words in (self.begin, self.unused) if words)
 
     def open(self) -> ExampleStore:
-        """Return all examples; files are tokenized into memory, and pairs are memory-mapped.
+        """Return all examples of the source.
 
-        Documents of text end with eos. Raises ValueError for a file that cannot be read, and for an
-        item without a trained token.
+        Text files and conversations are tokenized into memory; .bin/.idx files have token ids, and
+        are memory-mapped. Documents of text end with eos. Raises ValueError for a file that cannot
+        be read, and if an entry of the key, such as a path or glob, gives no trained token.
         """
         stores = list(map(self._open, self.items))
         if len(stores) == 1:

@@ -126,7 +126,11 @@ class ExampleDataset:
         return ids
 
     def _usable(self, excess_length: ExcessLength, group: int) -> tuple[_Int64Array, str]:
-        """Return the indices of the examples to train on, and the summary with all numbers."""
+        """Return the indices of the examples to train on, and a sentence for the log.
+
+        The sentence has the numbers of used, of too long and of dropped examples. If one of `group`
+        consecutive examples is dropped, all of them are: 2 for pairs of answers, else 1.
+        """
         tokens = self._store.tokens
         excess = tokens.lengths > self._longest
         if excess_length is ExcessLength.RAISE and excess.any():

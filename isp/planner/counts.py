@@ -40,9 +40,9 @@ class Traffic(NamedTuple):
     """All transfers of one rank in a step."""
 
     by_channel: dict[tuple[str, str], Count]
-    """Counts by (kind, channel), as in the transfer log."""
+    """Number of transfers and their bytes, by (kind, channel) as in the transfer log."""
     by_purpose: dict[Purpose, Count]
-    """Counts by the purpose of the transfer."""
+    """Number of transfers and their bytes, by the purpose of the transfer."""
 
 
 def traffic(case: PlanCase, rank: int) -> Traffic:

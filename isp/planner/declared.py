@@ -91,7 +91,11 @@ def shape_of(case: PlanCase, rank: int) -> RankShape:
 
 
 def whole_shape(model: ModelConfig, dtype: str, mode: Mode, *, experts_stay: bool) -> RankShape:
-    """Return the parameters and blocks of a whole model on one rank, without a pipeline."""
+    """Return the parameters and blocks of a model as one pipeline stage, with their full sizes.
+
+    `mode` decides which weights are fused or sharded. `experts_stay`: each expert is whole on one
+    rank, so that its weights are not gathered.
+    """
     order = PipelineOrder(PipelineConfig())
     return _shapes(model, dtype, mode, False, order, experts_stay)[0]
 

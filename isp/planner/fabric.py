@@ -110,7 +110,7 @@ class HostSpec:
 
 
 class Spread(NamedTuple):
-    """Spread of a group of ranks over nodes."""
+    """How many ranks a group has, and how many of them are in each node."""
 
     size: int
     per_node: int

@@ -272,8 +272,9 @@ def _rehearsed(
                 recorder.note(over_logits)
         saved = recorder.turn(len(blocks) + 1)
         loss.backward()
-    # A storage that several blocks save counts for the first of them. So what the first block of a
-    # kind keeps beyond the second one of that kind is shared by all blocks.
+    # A storage that several blocks save, such as a rotary table, counts only for the first of them.
+    # So take two blocks of one kind: the first of them keeps more bytes than the second, and the
+    # difference is what all blocks share.
     pairs = ((kinds.index(kind), b) for b, kind in enumerate(kinds))
     first, second = next(((a, b) for a, b in pairs if a < b), (0, 0))
     shared = saved[first].total - saved[second].total

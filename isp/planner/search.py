@@ -100,22 +100,22 @@ class Candidate:
 
 @dataclass(frozen=True, kw_only=True)
 class Found:
-    """Results of a search."""
+    """Layouts that a search has compared: those that fit, and why others do not."""
 
     world_size: int
     rows: int
-    """Sequences in a step."""
+    """Number of sequences in the global batch of a step."""
     fabric: Fabric
     own: Candidate | str
     """The configuration's own layout, or the reason why it is refused."""
     fitting: tuple[Candidate, ...]
     """Layouts whose time was predicted, the fastest first."""
     num_fitting: int
-    """Number of all layouts that fit."""
+    """Number of all layouts that fit into memory, of which some have no predicted time."""
     too_large: tuple[Candidate, ...]
     """For each mode and tensor size without a fitting layout, the layout with the least memory."""
     refused: tuple[str, ...]
-    """Reasons why sizes were refused, each once."""
+    """Why group sizes were refused before their memory was planned; each reason once."""
 
     def fits(self, candidate: Candidate) -> bool:
         """Return True if a rank has enough memory for `candidate`."""

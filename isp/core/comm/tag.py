@@ -92,9 +92,10 @@ class Transfer(NamedTuple):
 
     kind: str
     """all_gather, reduce_scatter, all_to_all, all_reduce, broadcast, send or recv; to_host or
-    from_host for copies of one rank."""
+    from_host for a rank's own copies between device and host memory."""
     channel: str
-    """Name of the channel, usually the name of its axis; `offload` for copies of one rank."""
+    """Name of the channel, usually the name of its axis; `offload` for copies between device and
+    host memory."""
     tag: Tag
     sent_bytes: int
     """Bytes that this rank must send to other ranks, by the definition of the collective."""

@@ -61,7 +61,8 @@ def _pieces(intervals: Iterable[Interval], side: int) -> Iterator[_Piece]:
 class MasterStream:
     """The random numbers of one parameter, which depend only on the run's seed and its name.
 
-    A parameter that consists of rows of a larger parameter gets the numbers of these rows.
+    A parameter that consists of rows of a larger parameter gets the random values that these rows
+    have in the larger one.
     """
 
     seed: int

@@ -348,9 +348,10 @@ def _tokens_and_rows(labels: Tensor | RowLabels) -> tuple[Tensor, Tensor | None]
 
 
 def _of_labels(x: Tensor, rows: Tensor | None) -> Tensor:
-    """Return, for each label, the value of its hidden state: [B, n], or [m] with `rows`.
+    """Return for each label the value that x [B, n] has for the hidden state of the label.
 
-    x [B, n] has a value for each hidden state.
+    Without `rows`, each hidden state has one label: returns x. With `rows` [m], label i belongs to
+    the flattened hidden state rows[i]: returns [m].
     """
     return x if rows is None else x.flatten()[rows]
 
@@ -509,9 +510,10 @@ class _Chunks:
         return (RowLabels(*each) for each in zip(*parts, strict=True))
 
     def joined(self, found: list[Tensor]) -> Tensor:
-        """Return the results of all chunks, joined in the order of tokens or labels.
+        """Return the results of all chunks, in the order of the tokens: [B, n, K].
 
-        [B, n, K], or [m, K] with `RowLabels`.
+        B sequences have n tokens each, and each token has K results. With `RowLabels` there are
+        results for each of the m labels instead, in the order of the labels: [m, K].
         """
         if self._order is None:
             by_ranks = [each.unflatten(1, (self._ranks, -1)) for each in found]  # [B, p, S'/c, K]
@@ -529,8 +531,8 @@ class _Chunks:
         return iter(given[self._order].split(self._sizes))
 
     def _by_position(self, x: Tensor) -> Iterator[Tensor]:
-        """Yield the chunks [B, n/c, ..] of x [B, n, ..]; only one copy exists at a time."""
-        # A chunk's tokens are a piece of each rank's slice of x, not consecutive.
+        """Yield the c chunks [B, n/c, ..] of x [B, n, ..], each a copy made when it is needed."""
+        # A chunk has some consecutive tokens of each rank's part of x.
         by_ranks = x.unflatten(1, (self._ranks, -1))  # [B, p, S', ..]
         return (part.flatten(1, 2) for part in by_ranks.split(self.lengths, dim=2))
 

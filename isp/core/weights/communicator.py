@@ -425,14 +425,17 @@ class ISPCommunicator(WPCommunicator):
         return use
 
     def pass_by(self, key: Hashable) -> None:
-        """Report that a forward has reached the launch point declared as `key`, e.g. attention.
+        """Report that a forward has reached the place without a weight that has `key`: attention.
 
-        Launches the gathers that the plan has there. Raises KeyError if no launch point was
-        declared with this key.
+        Models call it there. It launches the gathers that the prefetch plan has at this place.
+        Raises KeyError if no `DeclaredUse` has this key.
         """
         launch_point = _LAUNCH_POINT, key
         if launch_point not in self._launch_points:
-            raise KeyError(f"no launch point is declared as {key!r}: pass DeclaredUse(.., key=key)")
+            raise KeyError(
+                f"the forward called pass_by({key!r}), but no use is declared with this key: add"
+                f" DeclaredUse(.., key={key!r}) to the uses of its DeclaredBlock"
+            )
         if (entry := self._arrive(launch_point, _FORWARD)) is not None:
             self._run(entry)
 

@@ -15,7 +15,10 @@ __all__ = ["Lookahead", "Occupancy", "Simulation", "simulate"]
 
 
 class Occupancy(NamedTuple):
-    """Numbers of weights that are gathered or in flight during a use, counted in three ways."""
+    """How many weights are gathered or in flight during a use.
+
+    They are counted as blocks, as groups of weights that are read together, and one by one.
+    """
 
     blocks: int
     """Number of blocks that these weights belong to: a weight belongs to the running block if this

@@ -195,7 +195,7 @@ def fewer_heads(heads: int) -> int:
 
 
 def _narrow(tiny: Any, config: Any) -> None:
-    """Set the numbers of heads in `tiny`, and the sizes that follow from them, in place.
+    """Set how many query and KV heads `tiny` has, and the sizes that follow from that, in place.
 
     `config`: the model's own configuration.
     """

@@ -269,9 +269,11 @@ class ExpertExchange:
         return slice(*self.bounds[self.ranks.rank : self.ranks.rank + 2])
 
     def dispatch(self, tokens: Tensor, numbers: Tensor, weights: Tensor) -> Sent:
-        """Launch the transfer of tokens [N, D] to experts `numbers` [N, k] with `weights` [N, k].
+        """Launch the transfer of tokens [N, D] to the ranks of their experts.
 
-        The CPU waits for the device once, for the numbers of rows.
+        `numbers` [N, k]: the indices of each token's experts; `weights` [N, k]: their routing
+        weights. The CPU waits for the device once, to read how many rows every rank sends to every
+        other rank.
         """
         # Pad, because each of the ranks with the same tokens must send equally many.
         count, pad = len(tokens), (0, 0, 0, -len(tokens) % self.same_tokens.size)

@@ -99,7 +99,7 @@ class Pace:
         self._eval_freq = config.validation.freq
         self._save_interval = config.checkpoint.interval
         self._steps: deque[float] = deque(maxlen=_PACE_STEPS)
-        """Seconds of the last steps."""
+        """Seconds that each of the last steps took, without evaluations and saves."""
         self._first = True
         """True until the second step."""
         self._evaluation = 0.0
@@ -238,7 +238,7 @@ class SlowRankWatch:
     It compares a rank's time for a step, without waits for other ranks, with the median of the
     other ranks of its pipeline stage. A rank is reported once it has been slow for `steps` steps in
     a row, and again only after it has recovered. Stages are not compared with each other, since
-    their work differs; so a stage that consists of a single slow rank is not found.
+    they have different layers to compute; so a stage of a single, slow rank is not found.
     """
 
     def __init__(
