@@ -132,10 +132,10 @@ def their_attention(local: LocalAttention, mask: AttentionMask) -> Callable[...,
 
 
 class Cost(NamedTuple):
-    """Seconds of one forward and backward."""
+    """How long one forward and backward of attention takes, in seconds."""
 
     wall: float
-    """Wall time of the slowest rank."""
+    """Time that passed on the slowest rank."""
     processor: float
     """Processor time, summed over the ranks."""
 
@@ -200,7 +200,7 @@ def compare(rank: int, ranks: int, case: Case, repeats: int) -> None:
 
 
 class CommTotals:
-    """The number of the transfers in a channel's log, and the bytes that they sent.
+    """How many transfers a channel's log has, and how many bytes they have sent.
 
     Making one empties the log, so the next one counts only later transfers.
     """

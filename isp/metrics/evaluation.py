@@ -88,7 +88,8 @@ class Passkeys:
     depths: tuple[float, ...]
     """Share of the filler before the key: 0 at the beginning, 1 at the end."""
     found: tuple[tuple[int, ...], ...]
-    """Number of keys found: a row for each length, with an entry for each depth."""
+    """Number of keys that the model found, as a tuple for each of `lengths` with a number for each
+    of `depths`."""
 
     def rate(self, length: int) -> float:
         """Return the share of keys found at one length, over all depths."""

@@ -30,7 +30,7 @@ _ANY = Fabric(
 
 
 class Count(NamedTuple):
-    """Transfers of one kind over one channel in a step."""
+    """How many transfers of one kind or purpose a rank makes in a step, and their bytes."""
 
     calls: int
     sent_bytes: int

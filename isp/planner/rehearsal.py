@@ -85,7 +85,7 @@ def records_of(
 
 
 def record_of_kind(case: PlanCase, place: Coordinates, kind: BlockKind) -> BlockRecord:
-    """Return the record of blocks of `kind` at `place`."""
+    """Return the compute, transfers and memory of a block of `kind` on the rank at `place`."""
     recomputed, uses = kind
     found = rehearsal(case, place, recomputed=recomputed).records
     assert kind in found, f"no block with {[use.name for use, _ in uses]} was rehearsed"
@@ -99,8 +99,8 @@ def rehearsal(case: PlanCase, place: Coordinates, *, recomputed: bool = False) -
     `recomputed=False`. See [Note: Plain loss].
     """
     topology, parallel = case.topology, case.parallel
-    # Keep only what decides the work of one rank, so that layouts which differ in pipeline, weight
-    # or zero1 size find the same rehearsal in the cache.
+    # Keep only what decides what one rank computes in a block, so that layouts which differ in
+    # pipeline, weight or zero1 size find the same rehearsal in the cache.
     part = _RankPart(
         Topology(
             world_size=topology.tensor,

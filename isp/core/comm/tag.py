@@ -62,7 +62,7 @@ class Purpose(StrEnum):
     BLOCK_INPUT = "inputs of blocks"
     """A block's input for recomputation, gathered, or copied to the host and back."""
     DATA = "data"
-    """Batches."""
+    """Token ids, labels and positions of batches."""
     CONTROL = "numbers"
     """Metrics, norms and decisions that the ranks agree on."""
 

@@ -73,7 +73,9 @@ class ResultRules(ABC):
 
     @property
     def num_buffers(self) -> int:
-        """Number of tensors with the logits' size that exist at a time, including the logits."""
+        """Number of tensors of the logits' size that `find` or `gradient` has at a time.
+
+        The logits themselves are one of them."""
         return 1
 
     @abstractmethod
@@ -96,7 +98,7 @@ class ResultRules(ABC):
 
 
 class AllLogits(ResultRules):
-    """All V logits of a token."""
+    """Rules whose results for a token are all its V logits."""
 
     def find(self, logits: Tensor, inputs: Tensor, shard: LogitShard) -> tuple[Tensor, None]:
         # The last ranks may have fewer logits than the others. An all-gather needs equal sizes, so
@@ -133,7 +135,8 @@ class TopLogits(ResultRules):
     """
 
     top: int
-    """Number of logits, K / 2."""
+    """Number of logits to return for each token. A token has K = 2 `top` results: these logits and
+    their token ids."""
 
     def find(self, logits: Tensor, inputs: Tensor, shard: LogitShard) -> tuple[Tensor, Tensor]:
         # The largest of all ranks are among the largest of each rank. A rank with fewer logits

@@ -325,7 +325,7 @@ class VocabParallelEmbedding(_Initialized):
     weight: nn.Parameter
     bias: nn.Parameter | None = None
     padding_idx = -1
-    """Row without a gradient; -1: none."""
+    """Index of the embedding that gets no gradient; -1: all get one."""
 
     def __init__(
         self,

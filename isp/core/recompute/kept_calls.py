@@ -38,7 +38,7 @@ class Needs(NamedTuple):
 
 
 class _Result(NamedTuple):
-    """The result of a kept call."""
+    """The result of a kept call, and what is known of the tensor if it is not kept itself."""
 
     packed: Any
     """The result, packed by the saved-tensor hooks outside of the part; None: it is not kept."""
@@ -248,7 +248,7 @@ class _Watch(TorchDispatchMode):
         return saved_tensors_hooks(pack, unpack)
 
     def needs(self) -> Needs:
-        """Return the needs of the watched part."""
+        """Return which kept calls must keep their results for a recompute of the watched part."""
         written = {n for n, (y, version) in self._results.items() if version_of(y) > version}
         return Needs(self._values, frozenset(written))
 

@@ -97,7 +97,7 @@ class _FollowedEntry:
     """A `PlanEntry` with the `DeclaredWeight`s in place of the names of weights."""
 
     chunk: int
-    """The entry's model chunk."""
+    """Index of the model chunk that the entry is in."""
     before: tuple[WeightOp, ...]
     """The operations before the use, as planned."""
     gathers: tuple[PlannedGather, ...]
@@ -118,7 +118,7 @@ class _FollowedPlan(NamedTuple):
     """Gathers to launch before the first entry."""
     entries: tuple[_FollowedEntry, ...]
     planned: tuple[PlanEntry, ...]
-    """The plan's own entries, in the same order."""
+    """The entries of the `PrefetchPlan` itself, in the same order as `entries`."""
     expected: tuple[tuple[Hashable, Phase], ...]
     """For each entry, the key and phase of the use that reaches it."""
 
@@ -279,7 +279,7 @@ class ISPCommunicator(WPCommunicator):
         self._keys: dict[tuple[int, int, int], Hashable] = {}
         """The key of the use at each place (chunk, block, use), in forward order."""
         self._launch_points: set[Hashable] = set()
-        """The keys of uses without a layer."""
+        """The keys of the places without a weight, by which models call `pass_by`."""
         self._followed_plans: dict[tuple[Action, ...], _FollowedPlan] = {}
         """Cache by the actions of a step; a run repeats few of them."""
         self._entries: tuple[_FollowedEntry, ...] = ()
@@ -459,7 +459,10 @@ class ISPCommunicator(WPCommunicator):
     # -- where the layers are in the plan ----------------------------------------------------
 
     def _follow(self, actions: Sequence[Action]) -> PlanCursor:
-        """Follow the plan of `actions` from its start."""
+        """Begin a step that has these actions: launch the first gathers of their prefetch plan.
+
+        Returns the cursor, which then moves through the entries of the plan.
+        """
         found = self._followed_plan(tuple(actions))
         self.drain()
         self._entries = found.entries

@@ -41,12 +41,15 @@ class Lookahead(NamedTuple):
 
 
 class Simulation(NamedTuple):
-    """The counts of a plan that passed all checks of `simulate`."""
+    """How many weights a prefetch plan gathers, and how many exist at a time.
+
+    The plan has passed all checks of `simulate`.
+    """
 
     peak: Occupancy
-    """The largest value of each count over all entries."""
+    """The largest value of each field of `occupancy`, over all entries of the plan."""
     occupancy: tuple[Occupancy, ...]
-    """The occupancy at each entry."""
+    """How many weights are gathered or in flight at each entry of the plan."""
     gathers: Counter[tuple[str, Phase]]
     """Number of gathers, by weight and by the phase of the first read after the gather."""
     lookaheads: tuple[Lookahead, ...]
@@ -110,7 +113,7 @@ class _Replay:
                 self.readers[weight].append(number)
 
     def run(self) -> Simulation:
-        """Replay all entries and return the counts."""
+        """Do the operations of all entries of the plan, and return what was counted."""
         for op in self.plan.start:
             self.do(op, None)
         occupancy = [self.occupancy(-1, 0)]
