@@ -84,7 +84,7 @@ class Passkeys:
     """Number of prompts for each length and depth."""
     seed: int
     lengths: tuple[int, ...]
-    """Largest numbers of tokens of a prompt with its answer."""
+    """Lengths of prompts: the most tokens that a prompt may have together with its answer."""
     depths: tuple[float, ...]
     """Share of the filler before the key: 0 at the beginning, 1 at the end."""
     found: tuple[tuple[int, ...], ...]

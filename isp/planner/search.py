@@ -255,10 +255,10 @@ def _layouts(
 def _cuts(config: JobConfig, mode: Mode, tensor: int, fabric: Fabric) -> Iterator[Sequence2DConfig]:
     """Yield the ways to cut a tensor group into head ranks x context ranks.
 
-    No way has more head ranks than the model has heads. If the configuration does not enable
-    context ranks, all are head ranks; if they are more than KV heads, a cut that copies no KV head
-    is tried, too. The placement of ranks varies only for groups over several nodes, where it
-    matters.
+    There are never more head ranks than heads. If the configuration does not enable context ranks,
+    all ranks are head ranks; if the model has fewer KV heads than that, a cut is tried, too, in
+    which no two head ranks need the same KV head. The placement of ranks varies only for groups
+    over several nodes, where it matters.
     """
     two, model = config.parallel.sequence_2D, config.model
     contexts = [1]

@@ -213,8 +213,8 @@ class TrainStep:
         self._deferred: DeferredWeightGradients | None = None
         """Weight gradients for the second half of a split backward; None: it is not split."""
         self._publications: dict[nn.Module, list[Callable[[], None]]] = {}
-        """For each part, functions that wait for its updated weights; a cache, because finding them
-        visits all parameters of the part."""
+        """For each module that `_published` got, the functions that wait for its updated weights.
+        A cache, because finding them visits all parameters of the module."""
         self._actions = built.order.actions(self._stages.rank, micro_num)
         built.weights.deliver_to(gradients)
         if self._stages.size > 1 and built.order.config.schedule.splits_backward:

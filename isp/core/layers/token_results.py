@@ -114,7 +114,8 @@ class AllLogits(ResultRules):
 
 
 class PickedLogits(ResultRules):
-    """The logits of K vocabulary entries of each token; `inputs` [.., K] are these entries."""
+    """Rules whose results for a token are the logits of K token ids; `inputs` [.., K] are the
+    ids."""
 
     def find(self, logits: Tensor, inputs: Tensor, shard: LogitShard) -> tuple[Tensor, None]:
         return _picked(logits, inputs, shard), None
@@ -128,10 +129,10 @@ class PickedLogits(ResultRules):
 
 @dataclass(frozen=True)
 class TopLogits(ResultRules):
-    """The largest logits of each token, followed by their vocabulary entries.
+    """Rules whose results for a token are its largest logits, followed by their token ids.
 
-    The entries have no gradient. They are numbers of the results' dtype, float32 or wider, which
-    is exact up to 2^24.
+    Token ids have no gradient. They have the dtype of the results, float32 or wider, which is
+    exact up to 2^24.
     """
 
     top: int

@@ -369,7 +369,7 @@ class Zero1Optimizer:
         and squares are added in float64, in which their order hardly matters.
         """
         # Each element is counted by exactly one rank. Of several replicas, only the ranks of the
-        # first zero1 group count, each its own rows. If all ranks of a weight group hold a
+        # first zero1 group count, each its own rows of a parameter. If a whole weight group holds a
         # parameter, the first rank counts it. If two stages hold a tied weight, one of them counts
         # it; on the other stage, its name is in `counted_elsewhere`.
         channels = self._channels

@@ -295,7 +295,7 @@ class _Calls(TorchFunctionMode):
 
     def choose(self, indexer: Indexer) -> Tensor:
         """Return indices of keys, all 0, as many as an indexer chooses in a long document."""
-        # Take the number of keys in a document longer than any, so that it does not depend on the
-        # row.
+        # Ask for a document that is longer than any, so that the number of chosen keys does not
+        # depend on the length of the row.
         shape = *indexer.keys.shape[:2], indexer.num_choices, indexer.most(1 << 40)
         return indexer.keys.new_zeros(shape, dtype=torch.int32)

@@ -687,14 +687,14 @@ def _same_tokens(rows: Tensor, others: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class _Event(NamedTuple):
-    """The entry into a module, or the exit from it, with sums of its tensors or gradients."""
+    """The start or the end of a module's call, with sums of the tensors or gradients passed."""
 
     entered: bool
-    """True for an entry, False for an exit."""
+    """True for the start of the call, False for its end."""
     name: str
     """The name of the module."""
     tokens: list[Tensor]
-    """For each tensor that enters or leaves, a few sums for each token, [S, `_SUMS`]."""
+    """For each tensor that the module gets or returns, a few sums for each token, [S, `_SUMS`]."""
 
 
 _SUMS = 4

@@ -250,7 +250,7 @@ class SlowRankWatch:
         self._slow: list[deque[tuple[float, float]]] = [deque(maxlen=steps) for _ in hostnames]
         """By rank: its own seconds and the others' median, for its consecutive slow steps."""
         self._reported: set[int] = set()
-        """Ranks that are slow and have been reported."""
+        """Ranks that have been reported as slow and have not recovered since."""
 
     def look(self, step: int, own_seconds: Sequence[float]) -> list[str]:
         """Return a warning for each rank that becomes slow at `step`; `own_seconds` is by rank."""

@@ -327,7 +327,10 @@ def _starts(sizes: _Ints) -> _Ints:
 
 
 def _ranges(begins: _Ints, sizes: _Ints) -> _Ints:
-    """Return the integers in the ranges [begin, begin + size), one range after another."""
+    """Return all integers of the ranges [begin, begin + size), one range after another.
+
+    `begins` and `sizes` have an element for each range.
+    """
     # Element i is i, plus the begin of its range, minus the sizes of all ranges before that.
     return np.repeat(begins - _starts(sizes), sizes) + np.arange(sizes.sum())
 
