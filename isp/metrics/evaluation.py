@@ -46,7 +46,7 @@ class TextLosses:
     source: str
     """Where the text comes from, in words."""
     rows: int
-    """Number of sequences."""
+    """Number of sequences that the text was cut into."""
     length: int
     """Number of tokens in a sequence."""
     buckets: tuple[PositionBucket, ...]

@@ -107,7 +107,7 @@ class CollectiveCall(NamedTuple):
     kind: str
     """Kind as in `Transfer.kind`."""
     label: str
-    """Text of the tag."""
+    """The tag as text: what the transfer contains."""
     channel: str
     """Name of the channel."""
     ranks: list[int]

@@ -202,7 +202,7 @@ class CommLog:
     transfers: list[TimedTransfer] = field(default_factory=list)
     """The transfers that were launched and recorded since the last `take`."""
     phase: Phase = Phase.OTHER
-    """Phase of the step that runs now."""
+    """The phase of the step that runs now, which launched transfers are recorded with."""
     block: str = ""
     """Part of the model that is computed now; set while there is an observer."""
     observer: Observer | None = None

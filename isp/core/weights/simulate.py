@@ -27,7 +27,7 @@ class Occupancy(NamedTuple):
     """Number of weights, but weights that are read together count as one, and a weight that the
     span has read and reads again later does not count at the uses in between."""
     weights: int
-    """Number of all weights."""
+    """Number of all weights that are gathered or in flight, counted one by one."""
 
 
 class Lookahead(NamedTuple):
