@@ -64,7 +64,11 @@ HOW_TO_GET_DEEPSPEED = (
 
 @dataclass(frozen=True)
 class Case:
-    """The sizes of one comparison, and the name of its local attention (sdpa or none)."""
+    """One comparison of ISP's attention with DeepSpeed's: sizes, and what computes attention.
+
+    `local` is what a rank calls for its heads: sdpa, or none, which returns q + k + v, so that
+    almost only the transfers take time.
+    """
 
     batch: int
     tokens: int
@@ -128,10 +132,10 @@ def their_attention(local: LocalAttention, mask: AttentionMask) -> Callable[...,
 
 
 class Cost(NamedTuple):
-    """Seconds of one forward and backward."""
+    """How long one forward and backward of attention takes, in seconds."""
 
     wall: float
-    """Wall time of the slowest rank."""
+    """Time that passed on the slowest rank."""
     processor: float
     """Processor time, summed over the ranks."""
 
@@ -196,7 +200,7 @@ def compare(rank: int, ranks: int, case: Case, repeats: int) -> None:
 
 
 class CommTotals:
-    """The number of the transfers in a channel's log, and the bytes that they sent.
+    """How many transfers a channel's log has, and how many bytes they have sent.
 
     Making one empties the log, so the next one counts only later transfers.
     """

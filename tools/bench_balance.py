@@ -103,7 +103,7 @@ PLANS: dict[str, Callable[[Sequence[int], int], SequenceSplit]] = {
 
 
 class Row(NamedTuple):
-    """The measures of one plan for one row."""
+    """The measurements of one way to split one row over ranks."""
 
     imbalance: float
     travels: float

@@ -170,7 +170,10 @@ def _measure(rank: int, options: argparse.Namespace) -> dict[str, list[Times]]:
 
 
 def _print_table(found: dict[str, list[Times]]) -> None:
-    """Print the times of all ways, and the measured and the planned crossing."""
+    """Print the times of gathering experts and of exchanging tokens, and where they cross.
+
+    The crossing is the number of tokens at which both take the same time: measured, and planned.
+    """
     crossing = planned_crossing()
     tokens = [round(part * crossing / ROW) * ROW for part in PARTS]
     print(COLUMNS)

@@ -42,9 +42,9 @@ TOLERANCE = {torch.bfloat16: 2e-2, torch.float32: 1e-5}
 
 
 def compute_of(options: argparse.Namespace, mesh: Mesh, device: torch.device) -> Compute:
-    """Return the work of a rank: layers with the sizes of llama3.1-8b, and the first length.
+    """Return what a rank computes: layers with the sizes of llama3.1-8b, on rows of tokens.
 
-    The other lengths replace it later.
+    The rows have the first of `options.lengths`; the caller sets the other lengths later.
     """
     dtype = getattr(torch, options.dtype)
     model = llama_layers(options.layers, quick=options.quick)

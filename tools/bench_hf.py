@@ -72,7 +72,7 @@ losses differ by    the largest difference of the losses of three steps
 pair                `model.hf`: ISP runs the modules of transformers; `own decoder`: ISP's decoder;
                     `weight 1`: model.hf with whole weights on each rank
 ms                  median time of a step, of both
-wall ratio          median over rounds of the first one's time / the second one's, slowest rank
+wall ratio          median over rounds of the pair's first time / its second time, slowest rank
 processor ratio     the same of processor time, which other programs disturb less
 """
 PLAIN, HF, OWN, WHOLE = "transformers", "model.hf", "own decoder", "weight 1"
@@ -263,7 +263,7 @@ def measure(
 
 
 def slowest(of_ranks: list[Times]) -> Times:
-    """Return the largest times over the ranks, for each way and round."""
+    """Return, for each training step compared and each round, the times of the slowest rank."""
     return {
         name: [
             (max(wall for wall, _ in of_round), max(cpu for _, cpu in of_round))

@@ -246,18 +246,18 @@ def timed(step: StepHalves) -> Times:
 
 
 class Counts(NamedTuple):
-    """Numbers of operations in a step, or in a layer of it."""
+    """How many operations of each kind a step has, or one layer in a step."""
 
     collectives: float
-    """Collectives launched."""
+    """Number of collectives launched."""
     ops: float
-    """Torch ops that reach the dispatcher, with the collectives."""
+    """Number of torch ops that reach the dispatcher, collectives included."""
     calls: float
-    """Calls of Python functions."""
+    """Number of calls of Python functions."""
     own_calls: float
-    """Calls of Python functions of ISP."""
+    """Number of calls of Python functions that are part of ISP."""
     alive: float
-    """Blocks of Python's memory that forward keeps for backward."""
+    """Number of blocks of memory of Python's allocator that forward keeps for backward."""
 
 
 class _Ops(TorchDispatchMode):
@@ -320,7 +320,7 @@ def of_a_layer(
 
 
 def measure(rounds: int, every: list[Row]) -> None:
-    """Print the table of the rows `every`; the first one is plain torch."""
+    """Measure the models of the rows `every` and print the table; the first row is plain torch."""
     print(COLUMNS)
     models = {row.name: (row.build(SHORT), row.build(LONG)) for row in every}
     heads = ["forward", "backward", "beyond", "median", *Counts._fields]

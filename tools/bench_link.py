@@ -171,7 +171,7 @@ class LinkMesh(Mesh):
 
 
 def compute_of(options: argparse.Namespace, device: torch.device) -> Compute:
-    """Return the work of a rank: layers with the sizes of llama3.1-8b."""
+    """Return what a rank computes in a step: layers with the sizes of llama3.1-8b."""
     dtype = torch.float32 if options.quick else torch.bfloat16
     model = llama_layers(options.layers, quick=options.quick)
     attention = make_local_attention(device=device, dtype=dtype, head_dim=model.head_size, group=4)

@@ -80,7 +80,10 @@ class _Peak(TorchDispatchMode):
 
 
 def _compare(what: str, ways: dict[str, Callable[[], object]], rounds: int) -> None:
-    """Time `ways` in turn, and print the median ratio of each to the first one."""
+    """Time the functions `ways` in turn; print the ratio of each one's time to the first's.
+
+    The ratio is the median over rounds.
+    """
     first, *others = ways
     seconds: dict[str, list[float]] = {name: [] for name in ways}
     for _ in range(rounds):

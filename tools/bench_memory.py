@@ -77,7 +77,7 @@ class Row(NamedTuple):
     """Bytes allocated when a step begins. On CPU: planned bytes of weights, gradients and optimizer
     states."""
     planned: float = 0.0
-    """Predicted peak, divided by `peak` + `fixed`."""
+    """Peak that the planner predicts, divided by the measured peak, `peak` + `fixed`."""
     outside: int = 0
     """Bytes of the device taken outside of torch's allocator: CUDA, libraries, other processes."""
     fault: str = ""
@@ -217,7 +217,7 @@ def main() -> int:
     print(COLUMNS)
     rows: list[Row] = []
     found: dict[str, list[Row]] = {}
-    """The rows that were measured, by rung."""
+    """The rows that were measured, by name of the memory option."""
     for name in chosen:
         for tokens in lengths:
             rows.append(measure_or_fault(list(RUNGS).index(name), tokens, options))

@@ -49,7 +49,7 @@ from model.presets import PRESETS
 COLUMNS = """\
 recompute   whether all blocks are recomputed in backward
 who         `isp`; `isp, KEY=VALUE` (--also); transformers with the named attention, also under
-            fully_shard; `isp, again`: the first one once more
+            fully_shard; `isp, again`: `isp` timed once more
 ms a step   median
 MFU         FLOPs of the model / (time x peak FLOP/s of the device). FLOPs are 6 x matmul parameters
             x tokens, and attention with half the square of the row; recomputation does not count
@@ -136,10 +136,10 @@ def shard(model: nn.Module, device: torch.device) -> None:
 
 
 def timed(make: Callable[[], Step], rounds: int, device: torch.device) -> dict[str, Any]:
-    """Build a training step and time it; return its numbers, by name."""
+    """Build a training step and time it; return loss, times and memory, by name."""
     step = make()
     loss = step()
-    step()  # a second one warms up: the first allocates buffers and compiles
+    step()  # a second step to warm up, since the first allocates buffers and compiles
     taken: list[float] = []
     while len(taken) < rounds or (device.type == "cuda" and sum(taken) < LEAST_SECONDS):
         begin = time.perf_counter()

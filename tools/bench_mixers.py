@@ -378,7 +378,7 @@ def compare_locally(options: argparse.Namespace) -> None:
 
 
 def _first(function: Callable[..., Any], *args: Any) -> Tensor:
-    """Call `function`, and return its output, or the first one if it returns a tuple."""
+    """Call `function` and return the tensor it returns, or the first element of a tuple."""
     found = function(*args)
     out: Tensor = found[0] if isinstance(found, tuple) else found
     return out

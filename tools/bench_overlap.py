@@ -79,11 +79,11 @@ class Sample(NamedTuple):
     """Measures of one step of one row: each the largest over the ranks."""
 
     step: float
-    """Seconds of the step."""
+    """Seconds that the whole step took."""
     forward: float
-    """Seconds until the end of forward."""
+    """Seconds from the start of the step to the end of its forward."""
     blocked: float
-    """Seconds for which waits for transfers blocked."""
+    """Seconds for which the step was blocked by waits for transfers."""
     sent_bytes: float
     num_transfers: float
     foreign: float

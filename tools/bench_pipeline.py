@@ -141,12 +141,12 @@ def bubbles(rank: int, world: int, o: argparse.Namespace) -> None:
 
 
 class Exposure(NamedTuple):
-    """The all-gathers of weights in a step on one rank."""
+    """How many all-gathers of weights compute waited for, in a step on one rank."""
 
     exposed: int
     """Gathers that compute waited for longer than a twentieth of their time."""
     count: int
-    """All gathers."""
+    """Number of all gathers of weights in the step."""
     first: int
     """Exposed gathers of the first block that the rank computes."""
     share: float

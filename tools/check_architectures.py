@@ -64,7 +64,7 @@ SPREAD = (
     Layout(4, 4, expert=4),
     *(Layout(2, 1, m, expert=2) for m in (Mode.MTP, Mode.MSP, Mode.FSP)),
 )
-"""Layouts for models with experts."""
+"""The layouts in which models with experts are compared with one process."""
 
 _DRAFTS = "it drafts for another model, and is called with that model's keys"
 

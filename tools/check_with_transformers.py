@@ -92,7 +92,7 @@ MODELS: dict[str, dict[str, Any]] = {
     },
     "lfm2": {"layer_types": ["full_attention", "conv"]},
 }  # fmt: skip
-"""Further sizes, from each model's own tester."""
+"""Sizes that small models need in addition, by model type, from the tests of transformers."""
 
 
 class Case(NamedTuple):

@@ -59,7 +59,11 @@ Step = Callable[[Tensor], float]
 
 
 def ways() -> dict[str, dict[str, Any]]:
-    """Return the ways to train: for each name, keywords of the method that builds its step."""
+    """Return the variants to compare, by name: fully_shard, isp and DeepSpeed with their options.
+
+    A value has the keyword arguments of the method of `Comparison` that builds the training step:
+    `_fully_shard`, `_isp` or `_deepspeed`, by the first word of the name.
+    """
     found: dict[str, dict[str, Any]] = {
         "fully_shard, default": {},
         "fully_shard, asynchronous gathers": {"gathers": True},

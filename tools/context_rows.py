@@ -172,7 +172,8 @@ class Way:
     tokens: Tensor
     """Indices in the row of this rank's tokens [S/p]."""
     attend: Callable[[Tensor, Tensor, Tensor], Tensor]
-    """Attends for this rank's tokens: q [1, S/p, H, d], k, v [1, S/p, K, d] -> [1, S/p, H, d]."""
+    """Computes attention of this rank's S/p tokens to the whole row, with H query heads and K KV
+    heads: q [1, S/p, H, d], k and v [1, S/p, K, d] of this rank -> [1, S/p, H, d]."""
     least_elements: int
     """The fewest elements that all ranks together send in forward and backward with this split."""
 

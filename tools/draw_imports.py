@@ -26,7 +26,7 @@ SCOPES = "isp", "isp.core", "isp.models"
 
 
 class Package(NamedTuple):
-    """One box of a drawing."""
+    """One box of a drawing: packages in the same layer, and what they import."""
 
     layer: int
     names: tuple[str, ...]

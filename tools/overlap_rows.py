@@ -61,7 +61,7 @@ class StepResult(NamedTuple):
     loss: Tensor
     """This rank's part of the mean over the tokens of all ranks."""
     forward_ended: float
-    """When forward ended, by `time.perf_counter`."""
+    """The time, by `time.perf_counter`, at which the forward of the step ended."""
 
 
 def llama_layers(number: int, *, quick: bool = False) -> ModelConfig:
@@ -110,13 +110,13 @@ LossOf = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 @dataclass
 class Compute:
-    """The work of a rank in a step: the model, its rows of tokens, and how matmuls are slowed."""
+    """What a rank computes in a step: a model on rows of tokens, and how matmuls are slowed."""
 
     model: ModelConfig
     rows: int
-    """Rows of a rank."""
+    """Number of rows (sequences) of each rank."""
     tokens: int
-    """Tokens of a row."""
+    """Number of tokens of each row."""
     paced_gflops: float = 0.0
     """If not 0: after each matmul with a weight, sleep as long as it would take at this speed for
     `paced_tokens` tokens."""

@@ -58,7 +58,7 @@ class Piece:
 
 @dataclass(frozen=True, eq=False)
 class Shard:
-    """The pieces of one global tensor that this rank has; there may be none."""
+    """The boxes of one saved tensor that this rank has, with their values; there may be none."""
 
     key: str
     """Name of the tensor in the checkpoint."""
@@ -217,8 +217,8 @@ class BoxLoadPlanner(LoadPlanner):
                 f"{source} has shape {tuple(saved.size)} in the checkpoint, which is of another"
                 f" model: the run needs {shape}"
             )
-        # torch's function uses one key, `source`, for what is read and for what is filled. The
-        # piece has its own key: set it as the destination.
+        # torch's function uses one key, `source`, for what is read and for what is filled. The box
+        # to fill has another key: set that as the destination.
         reads = [
             dataclasses.replace(read, dest_index=MetadataIndex(shard.key, piece.offsets))
             for piece in shard.pieces
@@ -236,7 +236,7 @@ class BoxLoadPlanner(LoadPlanner):
 
 
 def _by_index(shards: Mapping[str, Shard]) -> dict[MetadataIndex, Piece]:
-    """Return all pieces of `shards` by torch's index of a chunk: the key and the offsets."""
+    """Return all boxes of `shards`, by what torch finds a box with: key and offsets."""
     return {
         MetadataIndex(shard.key, piece.offsets): piece
         for shard in shards.values()
@@ -245,18 +245,18 @@ def _by_index(shards: Mapping[str, Shard]) -> dict[MetadataIndex, Piece]:
 
 
 def _chunk(piece: Piece, first: int = 0) -> ChunkStorageMetadata:
-    """Return torch's description of a piece's box, by its place in the saved tensor.
+    """Return torch's description of a box: its offsets in the saved tensor, and its sizes.
 
-    `first` is the index on dim 0 of the saved tensor at which the piece's global tensor begins.
+    `first` is the index along dim 0 of the saved tensor at which the parameter of `piece` begins.
     """
     row, *others = piece.offsets
     return ChunkStorageMetadata(torch.Size((row + first, *others)), torch.Size(piece.sizes))
 
 
 def _write_item(shard: Shard, piece: Piece) -> WriteItem:
-    """Return the write item by which this rank offers to write a piece.
+    """Return torch's `WriteItem` by which this rank offers to write the box `piece`.
 
-    Other ranks may offer the same piece; `BoxSavePlanner` chooses one of them.
+    Other ranks may offer the same box; `BoxSavePlanner` chooses one of them.
     """
     return WriteItem(
         index=MetadataIndex(shard.key, piece.offsets),
@@ -270,7 +270,7 @@ def _write_item(shard: Shard, piece: Piece) -> WriteItem:
 
 
 def _num_bytes(item: WriteItem) -> int:
-    """Return the bytes of the box that `item` would write."""
+    """Return the number of bytes of the box that the `WriteItem` would write."""
     assert item.tensor_data is not None
     return math.prod(item.tensor_data.chunk.sizes) * item.tensor_data.properties.dtype.itemsize
 

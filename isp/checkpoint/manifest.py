@@ -98,13 +98,13 @@ class Manifest(BaseModel):
     step: Annotated[int, Field(ge=0, le=_INT32)]  # training.steps has the same limit
     """Number of steps done when the checkpoint was saved."""
     tokens: Count
-    """Number of tokens in these steps, over all ranks."""
+    """Number of tokens that these steps trained on, over all ranks."""
     num_updates: Annotated[int, Field(ge=-1, le=_INT32)]
     """Number of optimizer updates: steps that were not skipped; -1: no optimizer was saved."""
     topology: SavedTopology
     """Mode and group sizes of the run that saved the checkpoint."""
     shared: Mapping[str, Any]
-    """Plain values that are the same on all ranks."""
+    """The values other than tensors that all ranks save equally."""
     saved_at: Annotated[float, Field(ge=0, le=1e11)]
     """Time of the save in seconds since 1970."""
     files: Mapping[FileName, FileRecord]

@@ -81,7 +81,7 @@ def _encode(value: Plain, place: str) -> Any:
     if isinstance(value, list):
         return [_encode(v, f"{place}[{i}]") for i, v in enumerate(value)]
     # Dicts with keys that are not strings, or begin with $ (`_decode` would take that for a kind),
-    # are written as lists of pairs.
+    # are written as lists of [key, value].
     if isinstance(value, dict) and all(isinstance(k, str) and k[:1] != "$" for k in value):
         return {k: _encode(v, f"{place}[{k!r}]") for k, v in value.items()}
     if isinstance(value, dict) and all(isinstance(k, str | int | float | None) for k in value):
@@ -106,10 +106,10 @@ def _decode(encoded: dict[str, Any]) -> Any:
 
 
 def _dict(pairs: list[Any]) -> dict[Any, Any]:
-    """Return the dict of `pairs`; raise ValueError if they are not pairs of keys and values."""
+    """Return the dict with these [key, value] lists; raise ValueError for any other content."""
     try:
         return dict(pairs)
-    except TypeError:  # an item is not a pair, or a key cannot be hashed
+    except TypeError:  # an element is no [key, value], or a key cannot be hashed
         raise ValueError("$items has no pairs from which a dict can be made") from None
 
 

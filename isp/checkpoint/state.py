@@ -70,11 +70,11 @@ class Resumed:
     """Plain values of a checkpoint that was loaded; its tensors are in the `TrainState` by then."""
 
     step: int
-    """Number of steps done."""
+    """Number of steps done when the checkpoint was saved."""
     tokens: int
-    """Number of tokens in these steps, over all ranks."""
+    """Number of tokens that these steps trained on, over all ranks."""
     shared: Mapping[str, Any]
-    """The plain values that are the same on all ranks."""
+    """The plain values that all ranks saved equally."""
     local: Mapping[str, Any] | None
     """This rank's plain values; None if the run that saved them had another layout."""
 

@@ -43,7 +43,7 @@ def add_inspect_data(parser: argparse.ArgumentParser) -> Run:
 
 
 def _add_reading(parser: argparse.ArgumentParser) -> None:
-    """Add the options that both commands share."""
+    """Add the options on how to read a source, which both `isp data` commands have."""
     parser.add_argument(
         "--tokenizer", default="bytes", help="bytes (default) or a Hugging Face tokenizer.json"
     )
@@ -100,7 +100,7 @@ def _run_inspect(args: argparse.Namespace) -> int:
 
 
 def _run_prepare(args: argparse.Namespace) -> int:
-    """Write the files, and print a summary."""
+    """Tokenize the source into .bin and .idx files, and print how many tokens they have."""
     from isp.config.data import Format
     from isp.data.prepare import prepare
     from isp.utils.text import counted

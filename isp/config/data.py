@@ -88,7 +88,7 @@ Source = Annotated[str | list[str], AfterValidator(_readable)]
 
 @section("data.source", KeyRole.DATA)
 class SourcePart:
-    """An entry of `data.source`: a source of a mixture."""
+    """One source of a mixture: an element of the list `data.source`."""
 
     path: Source
     """A path or a list of paths, in the forms that `source` accepts."""

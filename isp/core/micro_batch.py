@@ -26,10 +26,12 @@ class MicroBatch:
     """The token to predict at each place, or -100 for none; shape and dtype as `tokens`."""
 
     positions: Tensor
-    """Positions for rotary embeddings, shaped like `tokens`; they restart in each packed piece."""
+    """Positions for rotary embeddings, shaped like `tokens`; they restart at 0 in each packed
+    document."""
 
     cu_seqlens: Tensor | None
-    """int32 [n + 1]: where each document's piece begins in the row, then B * S; None: not packed.
+    """int32 [n + 1]: where each of the n packed documents begins, and at the end B * S, counted in
+    the tokens of all B rows, one row after another. None: not packed.
 
     In host memory, whatever the device of the other tensors is.
     """
@@ -44,13 +46,13 @@ class MicroBatch:
 
     @property
     def document_lengths(self) -> list[int]:
-        """Tokens of each document's piece, or of each row if not packed; without padding."""
+        """Number of tokens of each document, or of each row if not packed; without padding."""
         num_rows = len(self.padding) or self.tokens.shape[0]
         row_length = self.tokens.numel() // num_rows
         padding = self.padding or (0,) * num_rows
         if self.cu_seqlens is None:
             return [row_length - of_row for of_row in padding]
-        # The padding of a row is a piece of its own in `cu_seqlens`, but no document.
+        # `cu_seqlens` counts the padding of a row like one more document: leave it out.
         padding_starts = {(row + 1) * row_length - size for row, size in enumerate(padding) if size}
         starts, lengths = self.cu_seqlens[:-1].tolist(), self.cu_seqlens.diff().tolist()
         pieces = zip(starts, lengths, strict=True)

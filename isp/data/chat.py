@@ -417,7 +417,7 @@ class _Places(NamedTuple):
     messages: dict[int, list[_Span]]
     """Spans of each message, by its index; without spans of white space only."""
     blocks: list[_Span]
-    """Spans of generation blocks."""
+    """The parts of the text that the template has in `{% generation %}` blocks."""
     tail: str
     """Text after the last message."""
 

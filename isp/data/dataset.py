@@ -82,7 +82,8 @@ class PackedDataset:
 
     With `pack`, documents are separate: positions restart at each, and the last token before
     another document has no label. Without `pack`, the stream is cut as it is. `note` is appended to
-    the summary. Raises ValueError for a store with fewer tokens than one sample needs.
+    `summary`, the line for the log. Raises ValueError for a store with fewer tokens than one sample
+    needs.
     """
 
     def __init__(

@@ -90,7 +90,7 @@ class JsonLine(NamedTuple):
     record: dict[str, Any]
     """The values by key, without those that are null."""
     where: str
-    """File, and line, entry or row in it, for errors."""
+    """The file, and the number of the line, array element or table row in it, for errors."""
     num_bytes: int
     """Size in the decompressed file: bytes, or characters for JSON arrays and .csv files."""
 
@@ -98,11 +98,12 @@ class JsonLine(NamedTuple):
 def find_files(
     source: str | Sequence[str], *, key: str = "data.source", as_text: bool = False
 ) -> list[Path]:
-    """Return the files of `source`, in the order of its items; those of an item are sorted.
+    """Return the files of `source`: a path, folder or glob, or a list of them.
 
-    An item is a path, a folder or a glob. `as_text` also accepts files with unknown suffixes, as
-    plain text. `key` names the source in errors. Raises FileNotFoundError for an item that matches
-    nothing, and ValueError for an empty file or one with an unknown suffix.
+    Files are in the order of the list, and those of a folder or glob are sorted. `as_text` also
+    accepts files with unknown suffixes, as plain text. `key` names the source in errors. Raises
+    FileNotFoundError for an element of the list that matches nothing, and ValueError for an empty
+    file or one with an unknown suffix.
     """
     items = [source] if isinstance(source, str) else source
     found = [path for item in items for path in _files_of_item(item, key)]
@@ -140,7 +141,7 @@ def read_documents(path: Path, *, text_key: str = "text") -> Iterator[Document]:
 
 
 def _files_of_item(item: str, key: str) -> list[Path]:
-    """Return the files of one item of a source; raise the errors of `find_files`."""
+    """Return the files of one path, folder or glob; raise the errors of `find_files`."""
     path = Path(item).expanduser()
     if item == PYTHON_STDLIB:
         return _stdlib_files()
@@ -427,7 +428,9 @@ def _text_of_line(record: dict[str, Any], text_key: str, where: str) -> str:
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:  # JSON can escape half of a surrogate pair
-        raise ValueError(f"{where} holds text that is not Unicode: {error.reason}") from None
+        raise ValueError(
+            f"{where} holds text that is not Unicode ({error.reason}): correct or remove it"
+        ) from None
     return text
 
 
@@ -513,14 +516,14 @@ def local_copies(items: Sequence[str], key: str) -> list[str]:
     """Return `items`, with the paths of local copies in place of URLs (`s3://`, `hf://`).
 
     Copies are kept in `$ISP_CACHE` (default: `~/.cache/isp`), and made again if the remote file has
-    changed. Raises ValueError, with `key`, if an item cannot be read, or the package for it is not
-    installed.
+    changed. Raises ValueError, with `key`, if a URL cannot be read, or the package that reads it is
+    not installed.
     """
     return [path for item in items for path in _local(item, key)]
 
 
 def _local(item: str, key: str) -> list[str]:
-    """Return the local paths of one item, after copying it if it is remote."""
+    """Return the local paths of one path or URL, after copying what a URL names."""
     if not _REMOTE.match(item):
         return [item]
     check_complete(key, item)
@@ -548,7 +551,7 @@ def _copied(url: str) -> list[str]:
     """Copy what `url` names, and return local paths.
 
     For a glob these are the copies of its files, for a folder the copied folder. For a .bin or .idx
-    it is the .bin of the pair; index, labels and the record of the tokenizer are copied, too.
+    it is the .bin; its .idx, its labels and the record of its tokenizer are copied with it.
     """
     from filelock import FileLock  # comes with torch
     from fsspec.core import url_to_fs

@@ -73,7 +73,10 @@ class ExampleStore(NamedTuple):
 
 
 def find_format(items: list[str], asked: Format, *, text_key: str, key: str) -> Format:
-    """Return the format of the items of a source; reads the first line of each file at most.
+    """Return the format of a source with the paths, globs or folders `items`.
+
+    Reads at most the first line of each file. `asked`: `data.format`; `key` names the source in
+    errors.
 
     If several formats of examples are mixed, returns MESSAGES if it is one of them, since those
     need a chat template. Raises ValueError for text mixed with examples, and for pairs of
@@ -123,10 +126,10 @@ def file_format(path: Path, asked: Format, text_key: str) -> Format:
 
 
 def _pair_format(prefix: Path, asked: Format) -> Format:
-    """Return the format of the .bin/.idx pair `prefix`: TOKENS if it has labels, else TEXT.
+    """Return the format of the .bin/.idx files of `prefix`: TOKENS if labels are there, else TEXT.
 
-    `asked` may be either of the two. Raises ValueError if messages are asked for and the pair has
-    no labels.
+    If `asked` is one of these two, returns that. Raises ValueError if messages are asked for and
+    there are no labels.
     """
     if asked is not Format.TEXT and _has_labels(prefix):
         return Format.TOKENS
@@ -193,12 +196,12 @@ class SourceReader:
 
     @property
     def files(self) -> list[Path]:
-        """All files of the source, except .bin/.idx pairs."""
+        """All files of the source, except .bin and .idx files."""
         items = [item for item in self.items if indexed_prefix(item) is None]
         return self._find(items)
 
     def _find(self, items: list[str]) -> list[Path]:
-        """Return the files of `items`, none of which is a .bin/.idx pair."""
+        """Return the files of the paths, globs or folders `items`, without .bin and .idx files."""
         return find_files(items, key=self._key, as_text=self._asked is Format.TEXT)
 
     def read(self, path: Path) -> Iterator[tuple[list[Example], int]]:
@@ -260,20 +263,22 @@ class SourceReader:
 
     @property
     def unused(self) -> str:
-        """Sentence for the log: keys that were not used, with numbers of rows; "" for none."""
+        """Sentence for the log: keys in JSON objects or tables that were not used, each with the
+        number of rows that have it; "" if all were used."""
         listed = ", ".join(f"{key} ({count:,})" for key, count in sorted(self._unused.items()))
         return listed and f"not used, by rows: {listed}"
 
     @property
     def note(self) -> str:
-        """`begin` and `unused`, to be appended to the summary of the source."""
+        """`begin` and `unused`, to be appended to the source's line in the log."""
         return "".join(f"; {words}" for words in (self.begin, self.unused) if words)
 
     def open(self) -> ExampleStore:
-        """Return all examples; files are tokenized into memory, and pairs are memory-mapped.
+        """Return all examples of the source.
 
-        Documents of text end with eos. Raises ValueError for a file that cannot be read, and for an
-        item without a trained token.
+        Text files and conversations are tokenized into memory; .bin/.idx files have token ids, and
+        are memory-mapped. Documents of text end with eos. Raises ValueError for a file that cannot
+        be read, and if an entry of the key, such as a path or glob, gives no trained token.
         """
         stores = list(map(self._open, self.items))
         if len(stores) == 1:
@@ -282,7 +287,7 @@ class SourceReader:
         return ExampleStore(*(ConcatStore(column) for column in zip(*stores, strict=True)))
 
     def _open(self, item: str) -> ExampleStore:
-        """Return the examples of one item of the source; see `open`."""
+        """Return the examples of one path, glob or folder of the source; see `open`."""
         prefix, name = indexed_prefix(item), f"{self._key}={item}"
         if prefix is not None and not self.is_text:
             return _open_pairs(prefix)
@@ -335,18 +340,24 @@ def count_trained(labels: TokenArray) -> int:
 
 
 def labels_prefix(prefix: Path) -> Path:
-    """Return the prefix of the pair with the labels of the pair `prefix` [Note: Labels on disk]."""
+    """Return the path without suffix of the .bin/.idx files with the labels of those of `prefix`.
+
+    See [Note: Labels on disk].
+    """
     return prefix.with_name(prefix.name + ".labels")
 
 
 def _has_labels(prefix: Path) -> bool:
-    """Return True if there are labels for the pair `prefix`."""
+    """Return True if there are labels for the .bin/.idx files of `prefix`."""
     labels = labels_prefix(prefix)
     return labels.with_name(labels.name + ".idx").exists()
 
 
 def _open_pairs(prefix: Path) -> ExampleStore:
-    """Return the examples of the pair `prefix`; raise ValueError if its labels do not match."""
+    """Return the examples in the .bin/.idx files of `prefix`.
+
+    Raises ValueError if their labels have other lengths.
+    """
     tokens = IndexedDataset(prefix)
     if not _has_labels(prefix):
         return ExampleStore(tokens, tokens)
@@ -432,7 +443,9 @@ def _ids(record: dict[str, Any], name: str, where: str) -> TokenArray:
     try:
         return np.array(ids, dtype=np.int64)
     except OverflowError:
-        raise ValueError(f"{where}: {name!r} holds a number beyond 64 bits") from None
+        raise ValueError(
+            f"{where}: {name!r} holds a number beyond 64 bits: correct or remove it"
+        ) from None
 
 
 def _is_text(record: dict[str, Any]) -> bool:

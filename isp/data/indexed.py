@@ -59,10 +59,10 @@ def token_dtype(vocab_size: int) -> np.dtype[Any]:
 
 
 def indexed_prefix(item: str) -> Path | None:
-    """Return the prefix of a pair if `item` is its .bin, its .idx or the prefix; else None.
+    """Return the path without suffix of the .bin/.idx files that `item` names; None: it names none.
 
-    If there also is a file or folder with the name of the prefix, `item` means that; the pair then
-    has to be named with .bin.
+    `item` may be the .bin, the .idx, or the path without suffix. If there also is a file or folder
+    with that path, `item` means this one; the .bin/.idx files are then named with .bin.
     """
     path = Path(item).expanduser()
     if path.suffix in (".bin", ".idx"):
@@ -73,7 +73,7 @@ def indexed_prefix(item: str) -> Path | None:
 
 
 def check_pair(prefix: Path) -> None:
-    """Check that both files of a pair exist and can be memory-mapped.
+    """Check that the .bin and the .idx file of `prefix` exist and can be memory-mapped.
 
     Raises FileNotFoundError if one is missing, and ValueError if it is not a regular file.
     """
@@ -87,12 +87,12 @@ def check_pair(prefix: Path) -> None:
 
 
 def existing_file(prefix: Path) -> Path | None:
-    """Return a file of the pair that exists; None if neither does."""
+    """Return the .bin or the .idx file of `prefix`, whichever exists; None if neither does."""
     return next((p for end in (".bin", ".idx") if (p := _with(prefix, end)).exists()), None)
 
 
 def remove_pair(prefix: Path) -> None:
-    """Delete the files of a pair that exist."""
+    """Delete the .idx and the .bin file of `prefix`, if they exist."""
     for suffix in (".idx", ".bin"):
         _with(prefix, suffix).unlink(missing_ok=True)
 

@@ -73,7 +73,7 @@ class MixedDataset:
 
     @property
     def summary(self) -> str:
-        """A log line for each source: its wanted share, and its own summary."""
+        """A log line for each source: its wanted share of the samples, and its name and size."""
         total = sum(part.weight for part in self.parts)
         return f"\n{'':12}".join(
             f"wanted {p.weight / total:.1%}, {p.dataset.summary}" for p in self.parts

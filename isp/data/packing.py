@@ -27,11 +27,11 @@ class ExampleDataset:
 
     With `pack`, a sequence may have several examples, with separate positions and attention;
     without, it has one. `excess_length`: what to do with examples longer than `seq_len`. Examples
-    without a trained token (after truncation) are dropped. The summary says how many were too long,
-    and how many had no trained token.
+    without a trained token (after truncation) are dropped. `summary`, a line for the log, says how
+    many examples were too long, and how many had no trained token.
     `group` consecutive examples (2 for pairs of preferences) stay in one sequence: each may have
     seq_len / group tokens, and if one is dropped, so are the others of the group. `note` is
-    appended to the summary.
+    appended to `summary`.
 
     The constructor reads all labels. It raises ValueError if no example is left.
     """
@@ -59,7 +59,7 @@ class ExampleDataset:
         self._limit = f"{'half of ' * (group > 1)}data.seq_len={seq_len}"
         self._lengths = np.minimum(store.tokens.lengths, self._longest)
         usable, counts = self._usable(excess_length, group)
-        # A group is packed as one item, by the index of its first example.
+        # The `group` examples that belong together are packed as one, by the index of the first.
         chosen = np.random.default_rng(seed).permutation(usable[::group])
         lengths = sum(self._lengths[chosen + i] for i in range(group))
         # Stable, so that examples of equal length stay in the random order of `chosen`.
@@ -126,7 +126,11 @@ class ExampleDataset:
         return ids
 
     def _usable(self, excess_length: ExcessLength, group: int) -> tuple[_Int64Array, str]:
-        """Return the indices of the examples to train on, and the summary with all numbers."""
+        """Return the indices of the examples to train on, and a sentence for the log.
+
+        The sentence has the numbers of used, of too long and of dropped examples. If one of `group`
+        consecutive examples is dropped, all of them are: 2 for pairs of answers, else 1.
+        """
         tokens = self._store.tokens
         excess = tokens.lengths > self._longest
         if excess_length is ExcessLength.RAISE and excess.any():

@@ -34,10 +34,10 @@ __all__ = ["PrepareSummary", "prepare"]
 
 
 class PrepareSummary(NamedTuple):
-    """Result of `prepare`: which pair was written, and how much it has."""
+    """Result of `prepare`: which .bin/.idx files were written, and how much they have."""
 
     prefix: Path
-    """Path of the pair without suffix, to use as `data.source`."""
+    """Path of these files without suffix, to use as `data.source`."""
     num_documents: int
     num_tokens: int
     num_bytes: int

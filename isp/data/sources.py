@@ -239,7 +239,10 @@ def _split(store: ExampleStore, fraction: float, reader: SourceReader) -> list[E
 
 
 def _check_split(count: int, total: int, units: str, fraction: float, name: str) -> None:
-    """Raise ValueError if none or all of `total` documents or tokens (`units`) are held out."""
+    """Raise ValueError if `count`, the number that is held out, is none or all of `total`.
+
+    `units` says what is counted: documents or tokens.
+    """
     if count in (0, total):
         raise ValueError(
             f"data.valid_fraction={fraction} holds out {count} of the {total} {units} of {name}:"

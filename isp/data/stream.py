@@ -55,7 +55,7 @@ class StreamDataset:
 
     For a smaller index than in the call before, `sample` and `tell` read again from the place of
     the last `seek`. `encode` returns the tokens of a document, to which eos is added if it is not
-    at the end. `note` is appended to the summary.
+    at the end. `note` is appended to `summary`, the line for the log.
     """
 
     samples_per_epoch = 0  # It is not known: all files would have to be read.

@@ -38,7 +38,8 @@ __all__ = [
 
 
 Track = Callable[[Sequence[int], str], Iterable[int]]
-"""Returns numbers unchanged while it shows, under a name, how many of them are done."""
+"""A progress display: yields the numbers it is given, and shows under a name how many of them the
+caller has taken."""
 
 
 class TextRows(NamedTuple):
@@ -129,7 +130,8 @@ def find_passkeys(
     batch_tokens: int,
     track: Track = lambda numbers, _: numbers,
 ) -> Passkeys:
-    """Return how many passkeys the model finds: of `keys` prompts at each length and depth.
+    """Return, for each prompt length and depth, for how many of `keys` prompts the model finds the
+    key.
 
     The prompts of a length and depth depend on these and `seed` only, so they stay the same if
     other lengths are added. A collective over the ranks of `engine`.

@@ -54,9 +54,9 @@ class _Places(NamedTuple):
     the flattened results [B S]; the index B S if the caller does not get it. Its shape is [B, S],
     or [1, B S] if context ranks join the B sequences to one."""
     rows: int
-    """B, the number of rows."""
+    """B, the number of sequences in the micro-batch."""
     tensor: Channel
-    """The ranks of the sequence."""
+    """The channel of the ranks that share these sequences."""
 
     def whole(self, own: Tensor) -> Tensor:
         """Return the results of all ranks of the sequence, in the caller's order: [B, S, K].

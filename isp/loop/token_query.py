@@ -57,7 +57,7 @@ class TopTokens(NamedTuple):
     values: Tensor
     """Logits divided by the temperature."""
     indices: Tensor
-    """Vocabulary entries of these logits, int64."""
+    """Token ids of these logits, int64."""
 
 
 class TokenQuery(ABC):

@@ -46,7 +46,7 @@ class TextLosses:
     source: str
     """Where the text comes from, in words."""
     rows: int
-    """Number of sequences."""
+    """Number of sequences that the text was cut into."""
     length: int
     """Number of tokens in a sequence."""
     buckets: tuple[PositionBucket, ...]
@@ -84,11 +84,12 @@ class Passkeys:
     """Number of prompts for each length and depth."""
     seed: int
     lengths: tuple[int, ...]
-    """Largest numbers of tokens of a prompt with its answer."""
+    """Lengths of prompts: the most tokens that a prompt may have together with its answer."""
     depths: tuple[float, ...]
     """Share of the filler before the key: 0 at the beginning, 1 at the end."""
     found: tuple[tuple[int, ...], ...]
-    """Number of keys found: a row for each length, with an entry for each depth."""
+    """Number of keys that the model found, as a tuple for each of `lengths` with a number for each
+    of `depths`."""
 
     def rate(self, length: int) -> float:
         """Return the share of keys found at one length, over all depths."""

@@ -26,7 +26,7 @@ __all__ = ["MetricsFile", "StepRecord", "is_recorded", "read_metrics"]
 
 _NULL_IS_NAN = BeforeValidator(lambda value: math.nan if value is None else value)
 _Number = Annotated[float, _NULL_IS_NAN]
-"""Type of a number; null in JSON is NaN."""
+"""Type of a field with a number; it is read as NaN where the JSON file has null."""
 _Sometimes = Annotated[float | None, _NULL_IS_NAN]
 """Type of a number that some records lack: None if the key is absent; null in JSON is NaN."""
 _LINE_WIDTH = 120

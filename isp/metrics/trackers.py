@@ -30,7 +30,7 @@ class TrackedRun(NamedTuple):
     """Description of a run, which a tracker gets when the run begins or resumes."""
 
     project: str
-    """Name that the run shares with runs to compare it with."""
+    """Name of the project under which the tracker shows this run and runs to compare it with."""
     name: str
     folder: Path
     """Folder for the tracker's own files."""

@@ -189,10 +189,13 @@ def _is_text(node: Any) -> bool:
 
 @dataclass(frozen=True)
 class _Case:
-    """A comparison to make; cases with the same code and configuration are equal, so one is run."""
+    """A comparison to run with a model whose code ISP does not know.
+
+    Cases with the same code and configuration are equal, so only one of them is run.
+    """
 
     names: tuple[str, ...]
-    """The unknown classes and functions."""
+    """The names of the classes and functions that ISP does not know."""
     settings: str
     """The configuration of the model as JSON."""
     config: Any = field(compare=False)

@@ -123,7 +123,9 @@ class TracedModel:
         """The results cached by `_once`; copies with the same `shape` and `trace` share them."""
         check_supported(model)
         self.shape = self.interface.without_values(on_meta(model))
-        """The model on the meta device, connected to the runtime; never changed."""
+        """The model on the meta device, whose mixers call those that `mix_by` sets.
+
+        It is never changed after `interface.connect` below."""
         self.interface.connect(self.shape)
         # Trace a copy: a forward may leave state in modules, which `shape` must not have.
         traced = self._empty()

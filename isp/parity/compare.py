@@ -73,7 +73,7 @@ of larger ones, and relative to itself any noise would be a large difference."""
 
 
 class CheckCase(NamedTuple):
-    """A way to train a step; each layout is trained in all of `CASES`."""
+    """What batch a step has and whether it recomputes; each layout trains all of `CASES`."""
 
     packed: bool
     """True: rows of several documents, joined into at most two micro-batches. False: one batch."""
@@ -134,7 +134,7 @@ class Verdict(NamedTuple):
     layout: Layout
     cases: dict[CheckCase, Differences]
     failure: str = ""
-    """Error of the rank that failed; empty if none did."""
+    """The error text of the rank that failed; empty if no rank failed."""
 
     @property
     def agrees(self) -> bool:
@@ -486,7 +486,7 @@ def line(verdict: Verdict) -> str:
 
 
 def summary(verdicts: Sequence[Verdict]) -> str:
-    """Return the lines below the table: about each layout that differs, and how many do."""
+    """Return the lines below the table: how each layout differs that does, and how many do."""
     different = [verdict for verdict in verdicts if not verdict.agrees]
     if not different:
         agree = f"all {len(verdicts)} layouts agree" if len(verdicts) > 1 else "the layout agrees"

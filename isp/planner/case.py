@@ -46,7 +46,7 @@ class PlanCase:
     rows: int
     """Rows of a micro-batch; a tensor group shares each row."""
     tokens: int
-    """Tokens of a row."""
+    """Number of tokens in each row (sequence) of a batch."""
     micro_num: int
     """Micro-batches of a data rank in a step."""
     dtype: _DType = "float32"

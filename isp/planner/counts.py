@@ -30,7 +30,7 @@ _ANY = Fabric(
 
 
 class Count(NamedTuple):
-    """Transfers of one kind over one channel in a step."""
+    """How many transfers of one kind or purpose a rank makes in a step, and their bytes."""
 
     calls: int
     sent_bytes: int
@@ -40,9 +40,9 @@ class Traffic(NamedTuple):
     """All transfers of one rank in a step."""
 
     by_channel: dict[tuple[str, str], Count]
-    """Counts by (kind, channel), as in the transfer log."""
+    """Number of transfers and their bytes, by (kind, channel) as in the transfer log."""
     by_purpose: dict[Purpose, Count]
-    """Counts by the purpose of the transfer."""
+    """Number of transfers and their bytes, by the purpose of the transfer."""
 
 
 def traffic(case: PlanCase, rank: int) -> Traffic:

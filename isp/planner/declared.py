@@ -91,7 +91,11 @@ def shape_of(case: PlanCase, rank: int) -> RankShape:
 
 
 def whole_shape(model: ModelConfig, dtype: str, mode: Mode, *, experts_stay: bool) -> RankShape:
-    """Return the parameters and blocks of a whole model on one rank, without a pipeline."""
+    """Return the parameters and blocks of a model as one pipeline stage, with their full sizes.
+
+    `mode` decides which weights are fused or sharded. `experts_stay`: each expert is whole on one
+    rank, so that its weights are not gathered.
+    """
     order = PipelineOrder(PipelineConfig())
     return _shapes(model, dtype, mode, False, order, experts_stay)[0]
 
@@ -192,7 +196,10 @@ def kind_of(block: Block, shapes: Mapping[str, tuple[int, ...]]) -> BlockKind:
 
 
 def kinds_of(case: PlanCase, rank: int, blocks: Iterable[Block]) -> dict[str, BlockKind]:
-    """Return the kinds of `blocks` of the `rank`-th rank of a pipeline, by block name."""
+    """Return by block name the kinds of `blocks` on the `rank`-th rank of a pipeline.
+
+    Blocks of one kind have the same uses and weight shapes, and are rehearsed once.
+    """
     split, stay = case.parallel.weight.embed_split_hidden, case.topology.experts_stay
     known = _kinds(case.model, case.dtype, case.mode, split, case.order, stay, rank)
     return {block.name: known[block.name] for block in blocks}

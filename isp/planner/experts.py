@@ -31,15 +31,15 @@ forward and in backward), per micro-batch."""
 
 
 class ExpertLayer(NamedTuple):
-    """Sizes of the experts of one layer."""
+    """How many experts one layer has, and their sizes."""
 
     num_experts: int
     used: int
     """Number of experts that each token goes to."""
     width: int
-    """Features of a token."""
+    """Number of features of a token that is sent to an expert."""
     numbers: int
-    """Parameters of one expert."""
+    """Number of elements of all parameters of one expert."""
 
     def gathered(self, passes: float = PASSES) -> float:
         """Return how many elements are sent per micro-batch to gather and reduce the weights.
@@ -59,7 +59,9 @@ class ExpertLayer(NamedTuple):
 def crossing_tokens(
     layers: Iterable[ExpertLayer], *, passes: float = PASSES, trips: float = TRIPS
 ) -> float:
-    """Return the tokens of a micro-batch on a rank at which both ways send the same.
+    """Return the number of tokens per rank and micro-batch at which both exchanges send the same.
+
+    One exchange gathers the weights of experts, the other sends tokens to the ranks of experts.
 
     With more tokens, gathering experts sends less than exchanging tokens: [Note: Crossing].
     """
@@ -75,7 +77,7 @@ class ExpertTraffic(NamedTuple):
     tokens: int
     """Tokens of the rank in a micro-batch."""
     crossing: float
-    """Tokens at which both ways send the same."""
+    """Tokens of a rank in a micro-batch at which `gathered` and `exchanged` would be equal."""
     gathered: int
     """Bytes sent if all ranks gather all experts."""
     exchanged: int

@@ -110,7 +110,7 @@ class HostSpec:
 
 
 class Spread(NamedTuple):
-    """Spread of a group of ranks over nodes."""
+    """How many ranks a group has, and how many of them are in each node."""
 
     size: int
     per_node: int
@@ -122,9 +122,9 @@ class Fabric:
     """A cluster of nodes with equal devices; ranks fill one node after the other."""
 
     name: str
-    """Name in reports."""
+    """Name of the cluster, as reports show it."""
     source: str = ""
-    """Origin of the numbers."""
+    """Where the speeds and efficiencies come from, such as a data sheet."""
     measured: bool = False
     """Whether efficiencies were measured on such a machine; false: assumed, as `source` says."""
     devices_per_node: Ranks

@@ -52,9 +52,9 @@ class Budget(NamedTuple):
     """Bytes that a rank may use."""
 
     device: int
-    """Bytes of device memory for tensors."""
+    """Bytes of device memory that tensors may take."""
     host: int | None
-    """Bytes of host memory; None: no known limit."""
+    """Bytes of host memory that this rank may take; None: the limit is not known."""
 
     @classmethod
     def of(cls, fabric: Fabric, world_size: int) -> Budget:
@@ -77,18 +77,18 @@ class Budget(NamedTuple):
 
 
 class Growth(NamedTuple):
-    """Memory at the peak by owner, as a fixed part and a slope in the tokens of a rank."""
+    """How peak memory grows with the length: a fixed part, and bytes for each token of a rank."""
 
     fixed: Memory
     """Bytes at zero tokens, by the line through two lengths."""
     per_token: Memory
-    """Bytes per token; not whole numbers."""
+    """Bytes that each further token of a rank adds; these are not whole numbers."""
     seq_len: int
-    """Sequence length, in tokens, of the peak."""
+    """Sequence length, in tokens, for which `memory` was planned."""
     tokens: int
     """Tokens of a micro-batch on a rank, outside of attention and regions, at that length."""
     memory: Memory
-    """Memory at the peak."""
+    """Memory at the peak of a step with sequences of `seq_len` tokens."""
 
 
 @dataclass(frozen=True)
@@ -279,22 +279,25 @@ OPTIONS = (
 
 
 class LadderStep(NamedTuple):
-    """The longest sequence with an option and all earlier options that help."""
+    """The longest sequence that fits with one memory option and the earlier options taken."""
 
     option: str
     keys: Keys
-    """Keys of the option and of the earlier options that help."""
+    """Configuration keys of the option and of the earlier options that were taken."""
     longest: Longest
     growth: Growth
-    """Growth of memory at that length."""
+    """How memory grows near the length `longest`."""
     taken: bool
-    """True if sequences are at least as long as without the option; later steps include it."""
+    """True if the longest sequence that fits is no shorter with the option than without it.
+
+    Later steps of the ladder then include the option."""
 
 
 def climb(planned: Planned, budget: Budget, *, progress: Show = silent) -> list[LadderStep]:
-    """Return the longest sequence with each option, in order.
+    """Return the longest sequence that fits with each memory option, tried one after another.
 
-    Options that this model or layout refuses are left out.
+    An option is tried together with the earlier options that did not make the longest sequence
+    shorter. Options that this model or layout refuses are left out.
     """
     keys: Keys = WITHOUT
     steps: list[LadderStep] = []

@@ -153,7 +153,7 @@ def _owners(growth: Growth) -> str:
 
 
 def _line(growth: Growth) -> tuple[str, str]:
-    """Return the cells of a growth's totals: fixed GiB, KiB a token."""
+    """Return two cells of the table: GiB that any length takes, and KiB that each token adds."""
     return _gib(growth.fixed.total), f"{growth.per_token.total / KIB:,.1f}"
 
 

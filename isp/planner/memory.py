@@ -61,7 +61,7 @@ __all__ = [
 
 @dataclass(frozen=True, kw_only=True)
 class Memory:
-    """Bytes of one rank, by owner."""
+    """Bytes that one rank has at one moment of a step, by what they are for."""
 
     weights: int = 0
     gradients: int = 0
@@ -276,7 +276,7 @@ class _Chunk(NamedTuple):
     head: Block | None
     """The block of the head, if this chunk has it; its bytes are in `ends`."""
     saved: list[Saved]
-    """Saved memory of each of `layers`."""
+    """What each of `layers` saves for its backward in a micro-batch, in order."""
     ends: int
     """Bytes that table and head keep, plus the bytes that all blocks of the chunk share."""
 
@@ -317,11 +317,13 @@ def _sum(parts: Iterable[Saved]) -> Saved:
 
 
 def _found_again(layers: tuple[Block, ...]) -> dict[str, int]:
-    """Return by block name how many inputs of other blocks its backward has recomputed in memory.
+    """Return, by block name, how many recomputed inputs of other blocks exist in its backward.
 
     A segment keeps the input of its first block only. Before the backward of its last block, the
     inputs of all its other blocks are recomputed; each is freed after the backward of its block.
-    So the n-th block after the first one of a segment finds the n - 1 inputs before its own.
+    So in the backward of the block that is n blocks after the first block of its segment, the
+    inputs of the n - 1 blocks between them still exist. A segment is the blocks between two kept
+    inputs (`model.checkpoint_segment`).
     """
     found, number = {}, 0
     for block in layers:
@@ -348,7 +350,7 @@ def _most_waiting(case: PlanCase, place: Coordinates, kept: list[_Chunk]) -> lis
     recomputation keeps.
     """
     actions = case.order.actions(place.stage, case.few_micro_batches)
-    # The (micro-batch, chunk) pairs whose weight gradients are a later action of their own.
+    # (micro-batch, chunk) of each backward whose weight gradients are computed in a later action.
     halves = {a[1:] for a in actions if a.kind is ActionKind.WEIGHT_GRADIENT}
     plain = replace(
         case.model,
@@ -442,12 +444,12 @@ def _full_gradient(case: PlanCase, place: Coordinates, block: Block) -> int:
 
 
 class _InFlight(NamedTuple):
-    """Bytes of full gradients in flight to their reduction, around a block's backward."""
+    """Bytes of full gradients whose reductions are in flight around a block's backward."""
 
     before: int
-    """Bytes at the start of a block's backward."""
+    """Bytes of these gradients when the block's backward starts."""
     after: int
-    """Bytes at its end."""
+    """Bytes of these gradients when the block's backward ends."""
 
 
 Flights = defaultdict[str, _InFlight]

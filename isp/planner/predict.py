@@ -30,13 +30,13 @@ class Prediction:
     exposed: float
     """Seconds spent waiting for transfers and for slower ranks."""
     bubble: float
-    """Seconds a stage waits for other stages."""
+    """Seconds in a step for which a pipeline stage waits for other stages."""
     communication: float
     """Sum of the durations of all transfers, in seconds."""
     model_flops: float
     """FLOPs of a rank by `TracedModel.flops`, which leaves out recomputation."""
     tokens: int
-    """Tokens of the global batch."""
+    """Number of tokens in the global batch of a step."""
 
     @property
     def tflops(self) -> float:

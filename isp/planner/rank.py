@@ -36,7 +36,7 @@ class Heard(list[Transfer]):
     """A list of the transfers that a `DryRank` would send, in order; a `Listener`."""
 
     def launched(self, transfer: Transfer) -> Callable[[], object]:
-        """Append a transfer; its wait does nothing."""
+        """Append a transfer; return the function to call at its wait, which does nothing."""
         self.append(transfer)
         return lambda: None
 

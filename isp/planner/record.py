@@ -35,13 +35,13 @@ __all__ = [
 
 
 class Launch(NamedTuple):
-    """Event: a transfer is launched."""
+    """An event of a block: a transfer is launched."""
 
     transfer: Transfer
 
 
 class Arrive(NamedTuple):
-    """Event: a block waits for a transfer that it has launched."""
+    """An event of a block: it waits for a transfer that it has launched."""
 
     age: int
     """Number of device transfers launched after the awaited one: 0 if that is the latest."""
@@ -106,15 +106,15 @@ class Saved(NamedTuple):
 
 
 class BlockRecord(NamedTuple):
-    """The work of one block for one micro-batch."""
+    """The compute, transfers and memory of one block for one micro-batch."""
 
     forward: tuple[Event, ...]
     backward: tuple[Event, ...]
     """Events of backward, recomputation included."""
     saved: Saved
-    """Memory kept between forward and backward."""
+    """Memory that the block keeps between its forward and its backward."""
     work: int
-    """Peak of the bytes in backward beyond `saved`."""
+    """The most bytes that backward takes at a time in addition to `saved`."""
 
     def without_input(self) -> BlockRecord:
         """Return this record without what keeps the block's input for backward.
@@ -203,7 +203,7 @@ class EventRecorder:
         self._looked: int | None = None
         """The block in backward when memory was last summed; None if tensors were made since."""
         self._offloaded: Counter[int] = Counter()
-        """Bytes on the host, by block."""
+        """Bytes that each block has saved for backward in host memory, by index of the block."""
 
     def follow(self, blocks: Sequence[DeclaredBlock], position: Position) -> None:
         """Install the hooks that record the start of each use of `blocks`.
@@ -403,7 +403,7 @@ class PeakMemory(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.peak_bytes = 0
-        """Most bytes that existed at once."""
+        """Largest number of bytes of all storages that existed at a time."""
         self._bytes = 0
         self._alive: dict[int, weakref.ref[Any]] = {}
 
@@ -418,7 +418,7 @@ class PeakMemory(TorchDispatchMode):
         return out
 
     def _add(self, memory: UntypedStorage) -> None:
-        """Count a storage until it is freed."""
+        """Add the bytes of a storage to the sum of bytes in use, until the storage is freed."""
         key, size = storage_key(memory), memory.nbytes()
 
         def freed(_: object) -> None:

@@ -85,7 +85,7 @@ def records_of(
 
 
 def record_of_kind(case: PlanCase, place: Coordinates, kind: BlockKind) -> BlockRecord:
-    """Return the record of blocks of `kind` at `place`."""
+    """Return the compute, transfers and memory of a block of `kind` on the rank at `place`."""
     recomputed, uses = kind
     found = rehearsal(case, place, recomputed=recomputed).records
     assert kind in found, f"no block with {[use.name for use, _ in uses]} was rehearsed"
@@ -99,8 +99,8 @@ def rehearsal(case: PlanCase, place: Coordinates, *, recomputed: bool = False) -
     `recomputed=False`. See [Note: Plain loss].
     """
     topology, parallel = case.topology, case.parallel
-    # Keep only what decides the work of one rank, so that layouts which differ in pipeline, weight
-    # or zero1 size find the same rehearsal in the cache.
+    # Keep only what decides what one rank computes in a block, so that layouts which differ in
+    # pipeline, weight or zero1 size find the same rehearsal in the cache.
     part = _RankPart(
         Topology(
             world_size=topology.tensor,
@@ -272,8 +272,9 @@ def _rehearsed(
                 recorder.note(over_logits)
         saved = recorder.turn(len(blocks) + 1)
         loss.backward()
-    # A storage that several blocks save counts for the first of them. So what the first block of a
-    # kind keeps beyond the second one of that kind is shared by all blocks.
+    # A storage that several blocks save, such as a rotary table, counts only for the first of them.
+    # So take two blocks of one kind: the first of them keeps more bytes than the second, and the
+    # difference is what all blocks share.
     pairs = ((kinds.index(kind), b) for b, kind in enumerate(kinds))
     first, second = next(((a, b) for a, b in pairs if a < b), (0, 0))
     shared = saved[first].total - saved[second].total

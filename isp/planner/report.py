@@ -53,7 +53,10 @@ def model_of(case: PlanCase) -> str:
 
 
 def largest(memory: Memory) -> str:
-    """Return total, moment and the three largest owners of `memory` in one line."""
+    """Return a line with the bytes of `memory`, their moment in the step, and the largest owners.
+
+    An owner is what the memory is for, such as weights or activations; three are named.
+    """
     owners = sorted(memory.by_owner().items(), key=lambda item: -item[1])[:3]
     most = ", ".join(f"{name} {size_of(size)}" for name, size in owners)
     host = f", and {size_of(memory.host)} of the host" if memory.host else ""

@@ -100,22 +100,22 @@ class Candidate:
 
 @dataclass(frozen=True, kw_only=True)
 class Found:
-    """Results of a search."""
+    """Layouts that a search has compared: those that fit, and why others do not."""
 
     world_size: int
     rows: int
-    """Sequences in a step."""
+    """Number of sequences in the global batch of a step."""
     fabric: Fabric
     own: Candidate | str
     """The configuration's own layout, or the reason why it is refused."""
     fitting: tuple[Candidate, ...]
     """Layouts whose time was predicted, the fastest first."""
     num_fitting: int
-    """Number of all layouts that fit."""
+    """Number of all layouts that fit into memory, of which some have no predicted time."""
     too_large: tuple[Candidate, ...]
     """For each mode and tensor size without a fitting layout, the layout with the least memory."""
     refused: tuple[str, ...]
-    """Reasons why sizes were refused, each once."""
+    """Why group sizes were refused before their memory was planned; each reason once."""
 
     def fits(self, candidate: Candidate) -> bool:
         """Return True if a rank has enough memory for `candidate`."""
@@ -255,10 +255,10 @@ def _layouts(
 def _cuts(config: JobConfig, mode: Mode, tensor: int, fabric: Fabric) -> Iterator[Sequence2DConfig]:
     """Yield the ways to cut a tensor group into head ranks x context ranks.
 
-    No way has more head ranks than the model has heads. If the configuration does not enable
-    context ranks, all are head ranks; if they are more than KV heads, a cut that copies no KV head
-    is tried, too. The placement of ranks varies only for groups over several nodes, where it
-    matters.
+    There are never more head ranks than heads. If the configuration does not enable context ranks,
+    all ranks are head ranks; if the model has fewer KV heads than that, a cut is tried, too, in
+    which no two head ranks need the same KV head. The placement of ranks varies only for groups
+    over several nodes, where it matters.
     """
     two, model = config.parallel.sequence_2D, config.model
     contexts = [1]

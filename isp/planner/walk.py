@@ -34,7 +34,7 @@ __all__ = ["Clock", "Walk", "Walked", "walk"]
 
 @dataclass(frozen=True)
 class Walked:
-    """Times of one rank's step, in seconds."""
+    """The simulated times of one rank's step, in seconds, and its transfers."""
 
     actions: tuple[tuple[Action, float, float], ...]
     """Each action with its duration and the part of it that was spent waiting."""
@@ -43,7 +43,7 @@ class Walked:
     tail_exposed: float
     """The part of `tail` spent waiting."""
     busy: float
-    """Durations of all transfers, summed."""
+    """Sum of the durations of all transfers of the rank, hidden or not."""
     sent: Counter[Transfer]
     """Transfers, except activations between stages, batches, and a tied table's gradient."""
 
@@ -78,12 +78,12 @@ class Clock:
         self.exposed = 0.0
         """Seconds that the rank waited for transfers."""
         self.busy = 0.0
-        """Durations of all transfers, summed."""
+        """Sum of the durations of all transfers so far, hidden or not."""
         self._wires: dict[str, float] = {}  # the time at which each wire becomes free
         self._arrivals: dict[Hashable, float] = {}
 
     def compute(self, seconds: float) -> None:
-        """Advance the clock by a computation."""
+        """Advance the rank's simulated time by a computation of `seconds`."""
         self.now += seconds
 
     def launch(
@@ -225,7 +225,7 @@ class Walk:
             self._launch(key, Transfer(FROM_HOST, HOST, Tag(Purpose.BLOCK_INPUT), size))
 
     def _play(self, event: Event, block: Block, acts: Acts) -> None:
-        """Replay one event of a record."""
+        """Advance the simulation by one event of a block's record, such as a launched transfer."""
         clock = self.clock
         match event:
             case Launch(transfer):

@@ -546,7 +546,10 @@ class _Drawing:
         return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="middle">{escape(text)}</text>'
 
     def transfer(self, c: Collective, lane: int) -> Iterator[str]:
-        """Yield the bars of a transfer and of the wait for it, and a line to where it began."""
+        """Yield the bars of a transfer and of the wait for it, as SVG.
+
+        If the transfer was launched before it was on its way, a line shows the time between.
+        """
         if c.start_ms > c.launch_ms:
             y = _TOP + (lane + 0.86) * _LANE
             begin, end = self._x(c.launch_ms), self._x(c.start_ms)

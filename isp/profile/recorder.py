@@ -46,9 +46,9 @@ class RankRecord:
     transfers: tuple[TimedTransfer, ...]
     """Transfers that were waited for, in order of launch."""
     marks: tuple[Mark, ...] = ()
-    """Marks in order of time."""
+    """The moments at which this rank began a part of the model, in order of time."""
     parts: tuple[str, ...] = ()
-    """Parts of the model, in order."""
+    """Names of the parts of the model, such as blocks, in the order of a forward."""
     peak_memory_gib: float = 0.0
     channels: dict[str, tuple[int, ...]] = field(default_factory=dict)
     """Ranks of each channel, by its name."""
@@ -168,7 +168,7 @@ class Recorder:
         return hook
 
     def _moment(self, phase: Phase, block: str, *, site: str = "", memory: float = 0.0) -> _Moment:
-        """Return a mark of now, with an event on CUDA."""
+        """Return a mark with the time now, and on CUDA an event on the stream."""
         event = None if self._clock is None else self._clock.mark()
         return event, Mark(time.perf_counter(), phase, block, site, memory)
 

@@ -105,7 +105,7 @@ def modes(profile: Profile) -> Table:
 
 
 def kinds(profile: Profile) -> Table:
-    """Return the transfers of each mode by kind."""
+    """Return a table of the transfers: a line for each mode and kind, such as all_gather."""
     rows = [["by kind", "", "number", "sent MiB", "comm", "exposed"]]
     for mode in profile.modes:
         for kind, t in mode.summary.by_kind.items():
@@ -171,7 +171,7 @@ def unsaid(advice: str, said: set[str]) -> str:
 
 
 def _where(wait: Wait) -> str:
-    """Return phase and part of the model of a wait."""
+    """Return in which phase of the step, and for which part of the model, a wait was."""
     return f"{wait.phase} of {wait.block}" if wait.block else wait.phase
 
 

@@ -94,7 +94,7 @@ def _kind(collective: Collective) -> str:
 
 
 def _sums(own: Sequence[Collective]) -> KindTotals:
-    """Return the sums over the collectives `own`."""
+    """Return the number of the collectives `own`, and the sums of their bytes and times."""
     return KindTotals(
         num_transfers=len(own),
         sent_bytes=sum(c.sent_bytes for c in own),
@@ -181,7 +181,10 @@ def _spans(times: RankTimes, step: int) -> list[ComputeSpan]:
 
 
 def mean_totals(several: Sequence[Totals]) -> Totals:
-    """Return the mean of each number; a kind that is missing on a rank counts as zero."""
+    """Return the mean of each field over `several`, such as the totals of all ranks.
+
+    A kind of collective that is missing in some of them counts as zero there.
+    """
     kinds = sorted({kind for one in several for kind in one.by_kind})
     absent = KindTotals(num_transfers=0, sent_bytes=0, comm_ms=0.0, exposed_ms=0.0)
     by_kind = {
@@ -192,6 +195,6 @@ def mean_totals(several: Sequence[Totals]) -> Totals:
 
 
 def _means(several: Sequence[Totals] | Sequence[KindTotals]) -> dict[str, float]:
-    """Return the mean of each field except `by_kind`."""
+    """Return by name the mean of each field over `several`, without the field `by_kind`."""
     names = [field.name for field in dataclasses.fields(several[0]) if field.name != "by_kind"]
     return {name: statistics.fmean(getattr(one, name) for one in several) for name in names}

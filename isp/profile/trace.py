@@ -23,9 +23,9 @@ __all__ = ["chrome_trace", "torch_events", "write_trace"]
 Event = dict[str, Any]
 
 _STEP, _PARTS, _WAITS = 0, 1, 2
-"""Numbers of a rank's first lanes."""
+"""Numbers of a rank's lanes: phases of the step, compute by part of the model, exposed waits."""
 _FIRST_CHANNEL = 10
-"""Number of the first lane of transfers."""
+"""Number of the lane of a rank's first channel; each further channel has the next number."""
 _TORCH_PROCESS = 1_000_000
 """First process number for torch.profiler's events."""
 

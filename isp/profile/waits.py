@@ -54,7 +54,7 @@ class _Occurrence(NamedTuple):
     rank: int
     collective: Collective
     step: tuple[Collective, ...]
-    """All collectives of that step on that rank."""
+    """All collectives of the step in which `collective` is, on the same rank."""
     sites: list[Mark]
     """Marks of the uses of weights in that step's forward."""
 

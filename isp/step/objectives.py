@@ -55,19 +55,22 @@ class _PairLoss(TokenLoss):
     """
 
     def gains(self, work: StepWork, micro_batch: int, output: Tensor) -> Tensor:
-        """Return, for each document, the number to compare in a pair, such as a reward; [d]."""
+        """Return a number for each of the d documents, such as its reward: [d].
+
+        The loss of a pair compares the numbers of its two documents.
+        """
         raise NotImplementedError
 
     def losses(self, margins: Tensor) -> Tensor:
-        """Return the loss of each pair, [d].
+        """Return the loss of each pair of documents, [d]; d is the number of documents.
 
         `margins` [d]: for each pair, the gain of its preferred answer minus that of the other
-        answer. Entries after the last pair, and their losses, are not used.
+        answer. There are fewer pairs than documents: elements after the last pair are not used.
         """
         raise NotImplementedError
 
     def count(self, batch: MicroBatch) -> Tensor:
-        """Return the number of pairs in a micro-batch, []."""
+        """Return the number of pairs of answers in a micro-batch, []."""
         return Documents.of(batch).num_pairs()
 
     def loss(self, work: StepWork, micro_batch: int, output: Tensor, expected: Tensor) -> Tensor:

@@ -83,5 +83,5 @@ class PhaseClock:
         return taken
 
     def _mark(self) -> _Mark:
-        """Return the current moment."""
+        """Return the time now, on the host and on the compute stream."""
         return _Mark(time.perf_counter(), streams.mark(self._device, timed=True))

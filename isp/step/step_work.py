@@ -31,9 +31,9 @@ class Documents(NamedTuple):
     """The documents of a micro-batch, in the order of its tokens."""
 
     numbers: Tensor
-    """Index of each token's document in the micro-batch; int64, [B, S]."""
+    """For each token, the index of its document in the micro-batch; int64, [B, S]."""
     num_labels: Tensor
-    """Number of labels in each document, [d]; 0: padding."""
+    """Number of labels in each of the d documents, [d]; 0 for padding."""
 
     @classmethod
     def of(cls, batch: MicroBatch) -> Documents:
@@ -50,7 +50,7 @@ class Documents(NamedTuple):
         return cls(numbers.view_as(batch.labels), num_labels)
 
     def num_pairs(self) -> Tensor:
-        """Return the number of pairs [], each of two consecutive documents with labels."""
+        """Return the number of pairs of answers, []: two consecutive documents with labels each."""
         return (self.num_labels > 0).sum() // 2
 
     def margins(self, gains: Tensor) -> Tensor:

@@ -213,8 +213,8 @@ class TrainStep:
         self._deferred: DeferredWeightGradients | None = None
         """Weight gradients for the second half of a split backward; None: it is not split."""
         self._publications: dict[nn.Module, list[Callable[[], None]]] = {}
-        """For each part, functions that wait for its updated weights; a cache, because finding them
-        visits all parameters of the part."""
+        """For each module that `_published` got, the functions that wait for its updated weights.
+        A cache, because finding them visits all parameters of the module."""
         self._actions = built.order.actions(self._stages.rank, micro_num)
         built.weights.deliver_to(gradients)
         if self._stages.size > 1 and built.order.config.schedule.splits_backward:
@@ -419,7 +419,10 @@ class TrainStep:
         self._gather_ahead()
 
     def _forward_only(self, batches: Sequence[MicroBatch]) -> MeanWork:
-        """Run the forward of `batches`; return their work, whose `total` is a sum, not a mean."""
+        """Run the forward of `batches`, and return the object that has added up their losses.
+
+        Its `total` is the sum of the loss over this rank's tokens, not divided by their number.
+        """
         actions = self.built.order.actions(self._stages.rank, len(batches), training=False)
         self.hook.before_step(actions)
         # The number that the loss is divided by: 1, to get the sum.
@@ -533,7 +536,10 @@ class TrainStep:
             wait()
 
     def over_ranks(self, total: Tensor) -> Tensor:
-        """Return the sum of `total` [] over all ranks; it is 0 on all stages but the last."""
+        """Return the sum over all ranks of a sum of losses, `total` [].
+
+        Only ranks of the last pipeline stage compute losses: `total` is 0 on the other stages.
+        """
         # If logits are split by vocabulary, all ranks of a sequence have the same losses. If not,
         # each rank has the losses of its own tokens.
         axis = Axis.DATA if self.chunks[-1].splits_logits else Axis.STAGE

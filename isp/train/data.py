@@ -59,7 +59,7 @@ def open_for_rank(config: JobConfig, topology: Topology, rank: int) -> Datasets 
 
 
 def _check_vocabulary(config: JobConfig, tokenizer: Tokenizer) -> None:
-    """Raise ValueError if the model has fewer embeddings than the tokenizer has entries."""
+    """Raise ValueError if the model has fewer embeddings than the tokenizer has token ids."""
     entries = tokenizer.vocab_size
     if entries > config.model.vocab_size:
         raise ValueError(

@@ -167,8 +167,9 @@ def _with_exchange(
     if choose is None:
         if config.parallel.sequence_2D.exchange is ContextExchange.AUTO:
             logger.info(
-                "context ranks exchange keys and values by gather: with"
-                " parallel.sequence_2D.exchange=auto, this start does not plan memory for a ring"
+                "context ranks exchange keys and values by gather:"
+                " parallel.sequence_2D.exchange=auto chooses ring only in `isp train`, which plans"
+                " the memory of both; use exchange=ring to have it here"
             )
         return config
     memory = 0

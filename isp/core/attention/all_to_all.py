@@ -47,7 +47,7 @@ class Cut:
     dim: int
     """The dim that is cut."""
     ranges: tuple[range, ...]
-    """Indices of the dim that each rank has."""
+    """For each rank, the indices along `dim` that it has."""
 
     @classmethod
     def even(cls, dim: int, length: int, num_ranks: int) -> Cut:
@@ -83,16 +83,16 @@ class Cut:
 
 
 class _Messages(NamedTuple):
-    """Sizes of the messages of one transfer; each list has one entry for each rank."""
+    """Sizes of the messages of one all-to-all; each list has one element for each rank."""
 
     sent: list[list[int]]
     """Shapes of the messages sent, by receiving rank."""
     received: list[list[int]]
     """Shapes of the messages received, by sending rank."""
     num_received: int
-    """Elements of all messages received."""
+    """Number of elements of all messages received, together."""
     rows: tuple[list[int], list[int]] | None
-    """Elements of each message received, and of each sent; None if all are equal."""
+    """Number of elements of each message received, and of each sent; None if all are equal."""
 
 
 @dataclass(frozen=True)

@@ -114,7 +114,8 @@ class Place(NamedTuple):
 
 
 class _ByRows(NamedTuple, Generic[T]):
-    """A pair, such as of backends or times: for documents of equal length, and for packed rows.
+    """Two values, such as backends or times: one for batches whose documents have equal lengths,
+    and one for packed rows.
 
     See [Note: Choice] in docs/design/notes/attention.md.
     """

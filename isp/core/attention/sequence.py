@@ -39,7 +39,8 @@ class SequenceRanks:
     context: Channel
     """Channel of this rank's context group, whose ranks have the same heads of other tokens."""
     windows: Windows = NO_WINDOWS
-    """Attention windows of the model's layers; the split of tokens balances their work."""
+    """Attention windows of all layers: tokens are split so that the ranks have about the same
+    attention FLOPs in these layers together."""
     head_first: bool = True
     """True if ranks of a head group are neighbors, False if ranks of a context group are."""
     exchange: ContextExchange = ContextExchange.GATHER

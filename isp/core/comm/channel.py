@@ -409,7 +409,7 @@ class Channel:
 
 
 class Listener(Protocol):
-    """Receiver of the events of `DryChannel`s."""
+    """What a `DryChannel`, which sends nothing, tells about each transfer that it would send."""
 
     def launched(self, transfer: Transfer) -> Callable[[], object]:
         """Record the launch of a transfer, and return a function to call at its wait."""

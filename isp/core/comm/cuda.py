@@ -23,7 +23,7 @@ __all__ = [
 ]
 
 Allocate = Callable[[int, torch.dtype], Tensor]
-"""A function (num_elements, dtype) -> buffer."""
+"""A function that is given a number of elements and a dtype, and returns a new buffer."""
 
 ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 """Environment variables from which torch reads the settings of its CUDA allocator."""
@@ -31,7 +31,7 @@ _CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
 _USUAL_CONNECTIONS = 8
 """CUDA's default number of hardware queues of a device."""
 _MOST_CONNECTIONS = 32
-"""The largest number that CUDA accepts."""
+"""The largest number of hardware queues of a device that CUDA accepts."""
 
 
 def expand_segments() -> None:

@@ -112,11 +112,11 @@ class HostMemory:
     ) -> None:
         self.channel = HostChannel(device, log=log) if channel is None else channel
         self.reserved_bytes = 0
-        """Bytes of all buffers, leased or free."""
+        """Number of bytes of all host buffers, whether they are leased or free."""
         self.num_buffers = 0
         """Number of all buffers, leased or free."""
         self.leased_bytes = 0
-        """Bytes of leased buffers."""
+        """Number of bytes of the host buffers that are leased now."""
         self.is_apart = device.type == "cuda"
         """True if the device has memory of its own; host buffers are then page-locked."""
         self._device = device
@@ -185,7 +185,7 @@ class Stored:
         self._channel.forget(self._channel.copy(self._buffer, x, kind=TO_HOST, tag=tag))
 
     def leave(self) -> None:
-        """Drop the copy on the device."""
+        """Drop the tensor on the device; its copy in host memory stays, for `fetch`."""
         self._here = None
 
     def fetch(self) -> None:

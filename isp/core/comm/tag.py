@@ -62,7 +62,7 @@ class Purpose(StrEnum):
     BLOCK_INPUT = "inputs of blocks"
     """A block's input for recomputation, gathered, or copied to the host and back."""
     DATA = "data"
-    """Batches."""
+    """Token ids, labels and positions of batches."""
     CONTROL = "numbers"
     """Metrics, norms and decisions that the ranks agree on."""
 
@@ -92,9 +92,10 @@ class Transfer(NamedTuple):
 
     kind: str
     """all_gather, reduce_scatter, all_to_all, all_reduce, broadcast, send or recv; to_host or
-    from_host for copies of one rank."""
+    from_host for a rank's own copies between device and host memory."""
     channel: str
-    """Name of the channel, usually the name of its axis; `offload` for copies of one rank."""
+    """Name of the channel, usually the name of its axis; `offload` for copies between device and
+    host memory."""
     tag: Tag
     sent_bytes: int
     """Bytes that this rank must send to other ranks, by the definition of the collective."""
@@ -106,7 +107,7 @@ class CollectiveCall(NamedTuple):
     kind: str
     """Kind as in `Transfer.kind`."""
     label: str
-    """Text of the tag."""
+    """The tag as text: what the transfer contains."""
     channel: str
     """Name of the channel."""
     ranks: list[int]

@@ -35,7 +35,7 @@ class TimedTransfer:
     tag: Tag
     sent_bytes: int
     launched: float
-    """Time of the launch."""
+    """The time at which the transfer was launched."""
     ended: float = 0.0
     """Time of the end of the transfer; 0 while it is in flight."""
     exposed: float = 0.0
@@ -43,9 +43,9 @@ class TimedTransfer:
     waited: bool = False
     """True once the transfer has been waited for; until then `exposed` is unknown."""
     wait_began: float = 0.0
-    """Time of the start of the wait."""
+    """The time at which the wait for the transfer began."""
     phase: Phase = Phase.OTHER
-    """Phase of the step at the launch."""
+    """Phase of the step in which the transfer was launched."""
     block: str = ""
     """Part of the model that was computed at the launch; set while the log has an observer."""
 
@@ -114,12 +114,12 @@ class TimedTransfer:
 
 
 class CommTotals(NamedTuple):
-    """Totals over the transfers of a step."""
+    """How many transfers a rank made in a step, with their bytes and times."""
 
     num_transfers: int
-    """Number of transfers."""
+    """Number of transfers of the step."""
     sent_bytes: int
-    """Bytes that this rank has sent."""
+    """Number of bytes that this rank has sent in these transfers."""
     comm_seconds: float
     """Seconds in which at least one transfer was in flight."""
     exposed_seconds: float
@@ -172,7 +172,7 @@ class _Timed(NamedTuple):
     launch: streams.Event
     end: streams.Event
     begin: streams.Event
-    """Begin of the wait."""
+    """The event at which the wait for the transfer began."""
     finish: streams.Event
     """End of the wait; the event `begin` if compute did not wait."""
 
@@ -200,9 +200,9 @@ class CommLog:
     """
 
     transfers: list[TimedTransfer] = field(default_factory=list)
-    """Records kept since the last `take`."""
+    """The transfers that were launched and recorded since the last `take`."""
     phase: Phase = Phase.OTHER
-    """Phase of the step that runs now."""
+    """The phase of the step that runs now, which launched transfers are recorded with."""
     block: str = ""
     """Part of the model that is computed now; set while there is an observer."""
     observer: Observer | None = None

@@ -56,8 +56,8 @@ class _ChunkedLoss(Function):
         needs = [training and need for need in ctx.needs_input_grad[:3]]
         count = num_loss_chunks(x, labels.numel(), of.chunk_tokens)
         pieces = x.chunk(count, dim=1)  # [B, S'/c, D]
-        # Gathering x concatenates the chunk's tokens of all ranks, so its labels are a piece of
-        # each rank's slice of `labels`.
+        # Gathering a chunk of x concatenates the tokens that it has on each rank. So its labels are
+        # taken from each rank's part of `labels`, not from consecutive places.
         by_ranks = labels.unflatten(1, (of.num_slices, -1))  # [B, p, S']
         targets = [t.flatten(1) for t in by_ranks.chunk(len(pieces), dim=2)]  # [B, p S'/c]
         sums = HeadGradients(of, x, len(pieces), needs)
@@ -90,9 +90,9 @@ class _ChunkedLoss(Function):
 
 
 def one_ahead(moves: Moves, layer: str, pieces: Iterable[Tensor]) -> Iterator[Tensor]:
-    """Run the collective of x for each piece, and yield the results in order.
+    """Run the collective `moves.x` on each of the loss chunks `pieces`, and yield the results.
 
-    While the caller computes with a result, the collective of the next piece is in flight.
+    While the caller computes with a result, the collective of the next chunk is in flight.
     """
     tag = Tag(Purpose.ACTIVATION, layer, "x")
     before: Pending | None = None

@@ -74,7 +74,7 @@ class Moves:
     x: Collective = _stay
     """Collective of the input, run before the product."""
     y: Collective = _stay
-    """Collective of the output."""
+    """Collective of the output, run after the product."""
     dy: Collective = _stay
     """Collective of the output's gradient: the backward of the collective `y`."""
     dx: Collective = _stay
@@ -111,7 +111,7 @@ class NeedsGrad(IntEnum):
     """The reason why the running backward pass needs an input's gradient; false if it does not."""
 
     NOTHING = 0
-    """The gradient is not needed."""
+    """The backward pass does not need the gradient of this input."""
     VALUE = 1
     """`torch.autograd.grad` returns the gradient, so it must exist when the backward returns."""
     FLOW = 2
@@ -148,7 +148,7 @@ class LinearLayer(ShardedLayer, Protocol):
     """A layer that multiplies by its weight: `ParallelLinear`, or a wrapper of a user's linear."""
 
     moves: Moves
-    """The collectives of its activations."""
+    """The collectives of the layer's input, of its output, and of their gradients."""
     transposed: bool
     """True if the weight is stored as [I, O], as in transformers' `Conv1D`; else [O, I]."""
 

@@ -29,18 +29,18 @@ __all__ = [
 
 
 _TILE = 128
-"""Rows and columns of a tile of random values."""
+"""Number of rows, and of columns, of a tile of random values, which is drawn at once."""
 
 
 class _Piece(NamedTuple):
-    """The overlap of a shard with a tile, along one dim."""
+    """The indices along one dim that a shard has of one tile of random values."""
 
     tile: int
     """Index of the tile."""
     within: slice
-    """The overlap, counted in the tile."""
+    """These indices, counted from the begin of the tile."""
     there: slice
-    """The overlap, counted in the shard."""
+    """These indices, counted from the begin of the shard."""
 
 
 def _pieces(intervals: Iterable[Interval], side: int) -> Iterator[_Piece]:
@@ -61,7 +61,8 @@ def _pieces(intervals: Iterable[Interval], side: int) -> Iterator[_Piece]:
 class MasterStream:
     """The random numbers of one parameter, which depend only on the run's seed and its name.
 
-    A parameter that consists of rows of a larger parameter gets the numbers of these rows.
+    A parameter that consists of rows of a larger parameter gets the random values that these rows
+    have in the larger one.
     """
 
     seed: int
@@ -147,7 +148,7 @@ class ParallelModule(nn.Module):
 
 
 class RowsOf(NamedTuple):
-    """Some rows of a parameter of a checkpoint."""
+    """Which rows (indices along dim 0) of a parameter in a checkpoint a parameter is read from."""
 
     name: str
     """Name of the parameter in the checkpoint."""

@@ -73,9 +73,9 @@ class ResultRules(ABC):
 
     @property
     def num_buffers(self) -> int:
-        """Number of tensors with the logits' size that exist at a time, including the logits.
+        """Number of tensors of the logits' size that `find` or `gradient` has at a time.
 
-        `results_of_head` computes that many times fewer tokens at a time.
+        The logits are one of them. `results_of_head` computes that many times fewer tokens at a time.
         """
         return 1
 
@@ -99,7 +99,7 @@ class ResultRules(ABC):
 
 
 class AllLogits(ResultRules):
-    """All V logits of a token."""
+    """Rules whose results for a token are all its V logits."""
 
     def find(self, logits: Tensor, inputs: Tensor, shard: LogitShard) -> tuple[Tensor, None]:
         # The last ranks may have fewer logits than the others. An all-gather needs equal sizes, so
@@ -115,7 +115,8 @@ class AllLogits(ResultRules):
 
 
 class PickedLogits(ResultRules):
-    """The logits of K vocabulary entries of each token; `inputs` [.., K] are these entries."""
+    """Rules whose results for a token are the logits of K token ids; `inputs` [.., K] are the
+    ids."""
 
     def find(self, logits: Tensor, inputs: Tensor, shard: LogitShard) -> tuple[Tensor, None]:
         return _picked(logits, inputs, shard), None
@@ -129,14 +130,15 @@ class PickedLogits(ResultRules):
 
 @dataclass(frozen=True)
 class TopLogits(ResultRules):
-    """The largest logits of each token, followed by their vocabulary entries.
+    """Rules whose results for a token are its largest logits, followed by their token ids.
 
-    The entries have no gradient. They are numbers of the results' dtype, float32 or wider, which
-    is exact up to 2^24.
+    Token ids have no gradient. They have the dtype of the results, float32 or wider, which is
+    exact up to 2^24.
     """
 
     top: int
-    """Number of logits, K / 2."""
+    """Number of logits to return for each token. A token has K = 2 `top` results: these logits and
+    their token ids."""
 
     def find(self, logits: Tensor, inputs: Tensor, shard: LogitShard) -> tuple[Tensor, Tensor]:
         # The largest of all ranks are among the largest of each rank. A rank with fewer logits
@@ -351,9 +353,10 @@ def _tokens_and_rows(labels: Tensor | RowLabels) -> tuple[Tensor, Tensor | None]
 
 
 def _of_labels(x: Tensor, rows: Tensor | None) -> Tensor:
-    """Return, for each label, the value of its hidden state: [B, n], or [m] with `rows`.
+    """Return for each label the value that x [B, n] has for the hidden state of the label.
 
-    x [B, n] has a value for each hidden state.
+    Without `rows`, each hidden state has one label: returns x. With `rows` [m], label i belongs to
+    the flattened hidden state rows[i]: returns [m].
     """
     return x if rows is None else x.flatten()[rows]
 
@@ -512,9 +515,10 @@ class _Chunks:
         return (RowLabels(*each) for each in zip(*parts, strict=True))
 
     def joined(self, found: list[Tensor]) -> Tensor:
-        """Return the results of all chunks, joined in the order of tokens or labels.
+        """Return the results of all chunks, in the order of the tokens: [B, n, K].
 
-        [B, n, K], or [m, K] with `RowLabels`.
+        B sequences have n tokens each, and each token has K results. With `RowLabels` there are
+        results for each of the m labels instead, in the order of the labels: [m, K].
         """
         if self._order is None:
             by_ranks = [each.unflatten(1, (self._ranks, -1)) for each in found]  # [B, p, S'/c, K]
@@ -532,8 +536,8 @@ class _Chunks:
         return iter(given[self._order].split(self._sizes))
 
     def _by_position(self, x: Tensor) -> Iterator[Tensor]:
-        """Yield the chunks [B, n/c, ..] of x [B, n, ..]; only one copy exists at a time."""
-        # A chunk's tokens are a piece of each rank's slice of x, not consecutive.
+        """Yield the c chunks [B, n/c, ..] of x [B, n, ..], each a copy made when it is needed."""
+        # A chunk has some consecutive tokens of each rank's part of x.
         by_ranks = x.unflatten(1, (self._ranks, -1))  # [B, p, S', ..]
         return (part.flatten(1, 2) for part in by_ranks.split(self.lengths, dim=2))
 

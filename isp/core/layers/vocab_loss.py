@@ -29,7 +29,7 @@ IGNORED = -100
 
 
 class LogitShard(NamedTuple):
-    """The part of each token's logits on this rank."""
+    """Which part of the vocabulary this rank has the logits of, for each token."""
 
     channel: Channel
     """The ranks over which the logits of a token are split."""
@@ -69,7 +69,7 @@ class _Softmax(NamedTuple):
     valid: Tensor
     """Mask [..] of the tokens that have a loss."""
     vocab_size: Tensor
-    """V, a scalar; 0 without smoothing."""
+    """V, as a scalar tensor; 0 if there is no label smoothing, which is all that reads it."""
 
 
 def _losses(

@@ -273,7 +273,7 @@ class Residual:
     value: Tensor
     """Residual of this rank's tokens [S/p, B, D], or of all tokens if they are not split."""
     tokens: tuple[int, ...]
-    """Sizes [S, B] of the tokens of all ranks."""
+    """(S, B): tokens of a sequence, of all ranks together, and number of sequences."""
 
 
 class _ByChannel:
@@ -296,7 +296,7 @@ class _ByChannel:
 class InferenceWorkspace:
     """The ranks over which a model's inference layers are sharded, and the buffers of these layers.
 
-    Buffers are for up to `max_tokens` tokens in one forward. `group` is the channel of the ranks;
+    Buffers are for up to `max_tokens` tokens in one forward. `group`: the channel of these ranks;
     the constructor is a collective over it. `size` is D, the model's hidden size. With
     `split_tokens=False`, each rank always has all tokens between the linears: see
     [Note: Tokens that are not split]. `symmetric_memory`: True requires it, None uses it if the
@@ -476,7 +476,7 @@ class _Views:
             # The all-gather is in place: this rank's norm is its slice of the result.
             self.normed = self.partial.chunk(group.size)[group.rank]
         self.rows = workspace._residual[:count]
-        """Rows of the residual."""
+        """The residual of this rank's tokens, a token in each row: a view of the workspace."""
         self.residual = Residual(self.rows.view(*own, size), tokens)
         self.scale = workspace._scale[:count]
         self.wide = None if workspace._wide is None else workspace._wide[:count]

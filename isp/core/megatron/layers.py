@@ -188,8 +188,11 @@ class ColumnParallelLinear(_Linear):
         return y, bias
 
     def _gathered(self, y: Tensor) -> Tensor:
-        """Gather [.., O/p] to [.., O], ordered by segments (`stride`), not by ranks."""
-        # The gathered features are rank by rank, each with its part of every segment.
+        """Gather [.., O/p] to [.., O], in the order of the fused segments, such as q, k and v.
+
+        With `stride`, each rank has a part of every segment.
+        """
+        # The gathered features are rank by rank, so reorder them by segment.
         y = gather_from_tensor_model_parallel_region(y, self.group)
         num_segments = len(self.layouts["weight"].segments)
         parts = y.unflatten(-1, (self.group.size, num_segments, -1))  # [.., p, segments, n]
@@ -322,7 +325,7 @@ class VocabParallelEmbedding(_Initialized):
     weight: nn.Parameter
     bias: nn.Parameter | None = None
     padding_idx = -1
-    """Row without a gradient; -1: none."""
+    """Index of the embedding that gets no gradient; -1: all get one."""
 
     def __init__(
         self,

@@ -38,13 +38,16 @@ __all__ = [
 
 
 class _Cut(NamedTuple):
-    """The sharded dim of a mapping, and the sizes of the ranks' parts; None: equal parts."""
+    """The dim that a mapping splits or gathers, and the sizes of the ranks' parts along it.
+
+    Sizes are None if all parts are equal.
+    """
 
     dim: int = 0
     sent: Sequence[int] | None = None
-    """Sizes of the parts of the input."""
+    """Size of each rank's part of the input along `dim`."""
     received: Sequence[int] | None = None
-    """Sizes of the parts of the result."""
+    """Size of each rank's part of the result along `dim`."""
 
     @property
     def back(self) -> _Cut:

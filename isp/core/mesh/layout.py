@@ -98,7 +98,11 @@ class ParameterLayout:
         return self.parts > 1
 
     def intervals(self, index: int | None = None) -> tuple[Interval, ...]:
-        """Return the interval of each segment along `dim` in shard `index` (None: this rank's)."""
+        """Return which indices along `dim` of the full parameter shard `index` consists of.
+
+        There is one interval (begin, end) for each segment, such as q, k and v; it may be empty.
+        `index` None: this rank's shard.
+        """
         index = self.index if index is None else index
         intervals, begin = [], 0
         # Shards are numbered group by group.
@@ -118,14 +122,17 @@ class ParameterLayout:
 
     @cached_property
     def piece_shape(self) -> tuple[int, ...]:
-        """Shape of each rank's piece in a gather: with padding, and with the cut dim in front."""
-        # Pieces of a gather have equal size, so each is as long as the longest shard.
+        """Shape of the tensor that each rank sends in a gather, with the cut dim in front.
+
+        It is the shard, padded to the length of the longest shard, since all ranks have to send
+        equally many elements.
+        """
         length = math.ceil(self._run_length / (self.parts // self.groups))
         return (length, *self.global_shape[: self.dim], *self.global_shape[self.dim + 1 :])
 
     @property
     def _run_length(self) -> int:
-        """Length along `dim` of the first group's part, the longest."""
+        """Length along `dim` of what the first group of ranks has; no other group has more."""
         return math.ceil(self.global_shape[self.dim] / self.groups)
 
     @property
@@ -164,9 +171,10 @@ class ParameterLayout:
         return (*self.global_shape[: self.dim], length, *self.global_shape[self.dim + 1 :])
 
     def joined(self, pieces: Tensor) -> Tensor:
-        """Return the global tensor from the ranks' gathered `pieces`, concatenated along dim 0.
+        """Return the whole parameter, given what an all-gather has received.
 
-        The result is a view of `pieces`, or a copy if there are several groups.
+        `pieces`: the padded shards of all ranks (`piece_shape`), concatenated along dim 0. The
+        result is a view of them, or a copy if there are several groups of ranks.
         """
         if self.groups > 1:
             # Each group's pieces may end in padding, which is dropped group by group.

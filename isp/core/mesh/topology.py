@@ -159,7 +159,7 @@ class Topology:
 
     @property
     def weight_data(self) -> int:
-        """Number of copies of the weights in a stage."""
+        """Number of weight groups in a pipeline stage; each has one whole copy of the weights."""
         return self.stage // self.weight
 
     def size(self, axis: Axis) -> int:

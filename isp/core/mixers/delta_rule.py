@@ -83,7 +83,7 @@ class DeltaRule:
         return self.scan(wide, lengths, begin)[1].flatten(1)
 
     def summary_size(self, inputs: Inputs) -> int:
-        """Return the number of elements of a summary."""
+        """Return the number of elements that a rank sends of a segment: see `summary`."""
         v, k = inputs.of_heads[0], inputs.of_groups[1]
         return v.shape[1] * k.shape[2] * (v.shape[2] + k.shape[2])
 

@@ -29,9 +29,9 @@ class Inputs(NamedTuple):
     """The inputs of a scan: one per head, one per group of heads, or the same for all tokens."""
 
     of_heads: tuple[Tensor, ...]
-    """Inputs of each head, [T, H, ..]."""
+    """Inputs of each of the H heads, for T tokens: [T, H, ..]."""
     of_groups: tuple[Tensor, ...]
-    """Inputs of each group, [T, G, ..]; head h reads group h // (H / G)."""
+    """Inputs of each of the G groups of heads, [T, G, ..]; head h reads group h // (H / G)."""
     constants: tuple[Tensor | None, ...] = ()
     """Inputs that are the same for all tokens, [H, ..]."""
 
@@ -42,7 +42,7 @@ class Inputs(NamedTuple):
 
     @property
     def num_groups(self) -> int:
-        """G, the number of groups; H if there are no inputs of groups."""
+        """G, the number of groups of heads; H if no input is one of groups."""
         return self.of_groups[0].shape[1] if self.of_groups else self.num_heads
 
     def flat(self) -> Inputs:

@@ -27,7 +27,7 @@ from isp.core.mixers.recurrence import Inputs, by_segment, decays, in_chunks
 __all__ = ["Mamba2", "SelectiveScan"]
 
 _CHUNK = 64
-"""Number of tokens of a scan chunk."""
+"""Number of consecutive tokens whose outputs a scan computes at once, by matmuls."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +61,7 @@ class _StateSpace:
         return torch.cat((decay.flatten(1), states.flatten(1)), 1)
 
     def summary_size(self, inputs: Inputs) -> int:
-        """Return the number of elements of a summary."""
+        """Return the number of elements that a rank sends of a segment: see `summary`."""
         x, B, A = inputs.of_heads[0], inputs.of_groups[0], inputs.constants[0]
         assert A is not None
         return A.numel() + x.shape[1:].numel() * B.shape[-1]

@@ -47,7 +47,7 @@ def pads_little(num_rows: int, parts: int) -> bool:
 class Bucket:
     """Parameters that are communicated together, each divided into `parts` of equal width.
 
-    The last parts are padded. A rank's piece of the bucket consists of its part of each parameter.
+    The last parts are padded. Rank i of the channel gets part i of each parameter.
     """
 
     def __init__(
@@ -129,7 +129,7 @@ class MainGradient:
     view: Tensor
     """The buffer, a view of the bucket in the parameter's shape."""
     part: Tensor
-    """This rank's part [w], with padding; empty for a fused parameter."""
+    """This rank's part of the gradient, [w] with padding; empty for a fused parameter."""
     bucket: GradientBucket
     """The bucket that contains the buffer."""
     ready: bool = False
@@ -377,9 +377,11 @@ def grouped(
     size: Callable[[T], float],
     bucket_size: float,
 ) -> list[list[T]]:
-    """Group items of the same `kind`, in order; a group is full at a size of `bucket_size` or more.
+    """Divide `items`, such as parameters, into buckets of items of the same `kind`, in order.
 
-    Full groups come first, in the order in which they became full, then the others, in the order
+    A bucket is full when the sizes of its items add up to `bucket_size` or more.
+
+    Full buckets come first, in the order in which they became full, then the others, in the order
     of their last items.
     """
     opened: dict[Hashable, list[T]] = {}
@@ -393,6 +395,6 @@ def grouped(
 
 
 def copy_all(copies: Iterable[tuple[Tensor, Tensor]]) -> None:
-    """Copy the second tensor of each pair into the first, in one call of torch."""
+    """Copy all (target, source) pairs of tensors, source into target, in one call of torch."""
     if pairs := list(copies):
         foreach_copy_([target for target, _ in pairs], [source for _, source in pairs])

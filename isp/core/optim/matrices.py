@@ -147,7 +147,7 @@ class _Block(NamedTuple):
     """A block of a matrix that is sent between the matrix's home and one rank."""
 
     rank: int
-    """The other rank of the transfer."""
+    """The rank that the block is sent to or received from."""
     at: int
     """On the rank that has rows of the weight: the index of the weight in the bucket. On the home:
     the index of the matrix among the matrices whose home this rank is."""

@@ -119,9 +119,9 @@ class Resting:
     name: str
     """The parameter's name in the whole model."""
     rows: range
-    """The rows, counted in the shard."""
+    """The indices of these rows along dim 0 of the shard."""
     weights: Tensor
-    """View of the parameter."""
+    """The parameter's values in these rows, as a view."""
     grad: Tensor
     """Summed main gradient, in the dtype of the master weights."""
     states: dict[str, Tensor]
@@ -145,12 +145,12 @@ class Resting:
         return replace(self, states=states)
 
     def pieces(self, limit_bytes: int) -> Iterator[Resting]:
-        """Yield the rows in pieces whose `num_bytes` are up to `limit_bytes`.
+        """Divide these rows into runs of consecutive rows of at most `limit_bytes` each.
 
         See [Note: Where rows are cut] in docs/design/notes/optimizer.md.
         """
         num_rows, row_elements = self.weights.shape[0], math.prod(self.weights.shape[1:])
-        # A piece has a multiple of `unit` rows, so that its elements are a multiple of `_UNIT`.
+        # A run has a multiple of `unit` rows, so that its elements are a multiple of `_UNIT`.
         unit = _UNIT // math.gcd(_UNIT, row_elements)
         fitting = max(unit, limit_bytes * num_rows // self.num_bytes // unit * unit)
         if fitting >= num_rows:

@@ -46,13 +46,13 @@ class Rows(NamedTuple):
     """Rows of parameters to update; each list has one entry for each parameter."""
 
     masters: list[Tensor]
-    """Master weights."""
+    """The master weights of these rows, a tensor for each parameter."""
     grads: list[Tensor]
     """Gradients, which an update may overwrite."""
     states: dict[str, list[Tensor]]
     """States by name, as `UpdateRule.states` declares them, in the dtype of the masters."""
     names: list[str]
-    """Names of the parameters."""
+    """Names of the parameters that the rows belong to, in the order of `masters`."""
 
     def of(self, names: Collection[str]) -> Rows:
         """Return the rows of the parameters with these names."""

@@ -71,7 +71,7 @@ class WeightBucket(Bucket):
         return self.pending
 
     def _unpack(self, gathered: Tensor) -> Tensor:
-        """Copy the gathered pieces [p, L] into the parameters."""
+        """Copy what the p ranks have sent, [p, L], into the parameters."""
         copy_all(
             pair
             for flat, slots in zip(self._flats, gathered.split(self.widths, dim=1), strict=True)
@@ -143,7 +143,7 @@ class Publisher:
         return [bucket.wait for bucket in dict.fromkeys(of[p] for p in parameters if p in of)]
 
     def wait(self) -> None:
-        """Wait for all transfers."""
+        """Wait until the updated weights of all buckets have arrived on this rank."""
         for bucket in self.buckets:
             bucket.wait()
 
@@ -153,7 +153,7 @@ _IN_CACHE = 1 << 16
 
 
 class StepResult(NamedTuple):
-    """The result of a step of the optimizer."""
+    """The gradient norm of an optimizer step, and whether the step was skipped."""
 
     grad_norm: float
     """Global norm of the gradients, without the loss scale and before clipping."""
@@ -369,7 +369,7 @@ class Zero1Optimizer:
         and squares are added in float64, in which their order hardly matters.
         """
         # Each element is counted by exactly one rank. Of several replicas, only the ranks of the
-        # first zero1 group count, each its own rows. If all ranks of a weight group hold a
+        # first zero1 group count, each its own rows of a parameter. If a whole weight group holds a
         # parameter, the first rank counts it. If two stages hold a tied weight, one of them counts
         # it; on the other stage, its name is in `counted_elsewhere`.
         channels = self._channels

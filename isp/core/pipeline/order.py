@@ -148,14 +148,14 @@ class Timed(NamedTuple):
 
 
 class Timeline(NamedTuple):
-    """The times of all ranks' actions in a step."""
+    """When each action of a step starts and ends on each pipeline rank, as simulated."""
 
     ranks: tuple[tuple[Timed, ...], ...]
     """The actions of each rank, in order."""
 
     @property
     def end(self) -> float:
-        """Time at which the last rank ends."""
+        """The time at which the last action of all ranks ends."""
         return max(timed[-1].end for timed in self.ranks)
 
     @property

@@ -164,11 +164,12 @@ class Pipeline:
         self._second_halves: dict[tuple[int, int], Callable[[], None]] = {}
         """The second half of the backward of each (micro-batch, chunk), if it is split."""
         self._made: dict[Hop, Tensor] = {}
-        """Results that are computed and not sent yet."""
+        """Activations and gradients that are computed and not sent yet, by their transfer."""
         self._sent: dict[tuple[ActionKind, int], Pending] = {}
-        """The last send of each (kind, stage)."""
+        """The last send of activations or gradients of each stage, by (kind, stage)."""
         self._coming: dict[Hop, Pending] = {}
-        """Receives in flight, and results for another stage of this rank, which need none."""
+        """Receives in flight. Results for another stage of this rank are here, too, as if they had
+        been received."""
 
     def run(self) -> None:
         """Run this rank's program, and wait for all sends."""

@@ -26,7 +26,7 @@ __all__ = ["KeptCalls", "Needs"]
 
 
 class Needs(NamedTuple):
-    """The results of a part's kept calls that a recompute needs, by the numbers of the calls.
+    """Which kept calls of a part must keep their results for a recompute, by index of the call.
 
     See [Note: Watched] in docs/design/notes/recomputation.md.
     """
@@ -38,7 +38,7 @@ class Needs(NamedTuple):
 
 
 class _Result(NamedTuple):
-    """The result of a kept call."""
+    """The result of a kept call, and what is known of the tensor if it is not kept itself."""
 
     packed: Any
     """The result, packed by the saved-tensor hooks outside of the part; None: it is not kept."""
@@ -210,9 +210,9 @@ class _Watch(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self._made_of: dict[int, frozenset[int]] = {}
-        """For each storage, the numbers of the calls on whose results its values depend."""
+        """For each storage, the indices of the kept calls on whose results its values depend."""
         self._values: frozenset[int] = frozenset()
-        """Numbers of the calls on whose results a saved tensor depends."""
+        """Indices of the kept calls on whose results any saved tensor depends."""
         self._results: dict[int, tuple[Tensor, int]] = {}
         """Each call's result and its version, by number."""
 
@@ -248,7 +248,7 @@ class _Watch(TorchDispatchMode):
         return saved_tensors_hooks(pack, unpack)
 
     def needs(self) -> Needs:
-        """Return the needs of the watched part."""
+        """Return which kept calls must keep their results for a recompute of the watched part."""
         written = {n for n, (y, version) in self._results.items() if version_of(y) > version}
         return Needs(self._values, frozenset(written))
 

@@ -72,7 +72,7 @@ class HostInputs:
         self._latest: weakref.ref[Stored] | None = None
 
     def begin(self) -> None:
-        """Begin another forward of the model."""
+        """Begin to store the inputs of another forward of the model; called before it."""
         while self._passes and not _alive(self._passes[0]):
             self._passes.popleft()
         self._passes.append([])
@@ -438,7 +438,7 @@ class Recomputer:
         """First argument of the last part, the object held in its place, and how to restore it."""
 
     def begin(self) -> None:
-        """Begin a forward of the model."""
+        """Forget the parts of the last forward of the model; called before each forward."""
         self._segment = self._latest = None
         self._number = 0
         if self._host is not None and torch.is_grad_enabled():
@@ -485,12 +485,15 @@ class Recomputer:
     def _in_segment(
         self, part: Callable[..., Any], args: tuple[Any, ...], snapshot: RngSnapshot
     ) -> tuple[Segment, Restore]:
-        """Return the segment that `part` belongs to, and how to restore its first argument."""
+        """Return the segment of `part`, and the function that restores its first argument.
+
+        A segment is some consecutive parts, of which only the first keeps its input.
+        """
         x, *rest = args
         segment = None if self._segment is None else self._segment()
         number, self._number = self._number, self._number + 1
-        # `segment` is None if no earlier part of it has a graph, because only their graphs keep the
-        # segment alive. This part then begins another segment.
+        # Only the autograd graphs of a segment's parts keep it alive. So if no earlier part has a
+        # graph, `segment` is None here, and this part begins another segment.
         if segment is None or number % self._segment_size == 0:
             held, restore = self._keep(x)
             segment = Segment(lambda: restore(held))

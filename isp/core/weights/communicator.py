@@ -97,7 +97,7 @@ class _FollowedEntry:
     """A `PlanEntry` with the `DeclaredWeight`s in place of the names of weights."""
 
     chunk: int
-    """The entry's model chunk."""
+    """Index of the model chunk that the entry is in."""
     before: tuple[WeightOp, ...]
     """The operations before the use, as planned."""
     gathers: tuple[PlannedGather, ...]
@@ -118,7 +118,7 @@ class _FollowedPlan(NamedTuple):
     """Gathers to launch before the first entry."""
     entries: tuple[_FollowedEntry, ...]
     planned: tuple[PlanEntry, ...]
-    """The plan's own entries, in the same order."""
+    """The entries of the `PrefetchPlan` itself, in the same order as `entries`."""
     expected: tuple[tuple[Hashable, Phase], ...]
     """For each entry, the key and phase of the use that reaches it."""
 
@@ -279,7 +279,7 @@ class ISPCommunicator(WPCommunicator):
         self._keys: dict[tuple[int, int, int], Hashable] = {}
         """The key of the use at each place (chunk, block, use), in forward order."""
         self._launch_points: set[Hashable] = set()
-        """The keys of uses without a layer."""
+        """The keys of the places without a weight, by which models call `pass_by`."""
         self._followed_plans: dict[tuple[Action, ...], _FollowedPlan] = {}
         """Cache by the actions of a step; a run repeats few of them."""
         self._entries: tuple[_FollowedEntry, ...] = ()
@@ -425,14 +425,17 @@ class ISPCommunicator(WPCommunicator):
         return use
 
     def pass_by(self, key: Hashable) -> None:
-        """Report that a forward has reached the launch point declared as `key`, e.g. attention.
+        """Report that a forward has reached the place without a weight that has `key`: attention.
 
-        Launches the gathers that the plan has there. Raises KeyError if no launch point was
-        declared with this key.
+        Models call it there. It launches the gathers that the prefetch plan has at this place.
+        Raises KeyError if no `DeclaredUse` has this key.
         """
         launch_point = _LAUNCH_POINT, key
         if launch_point not in self._launch_points:
-            raise KeyError(f"no launch point is declared as {key!r}: pass DeclaredUse(.., key=key)")
+            raise KeyError(
+                f"the forward called pass_by({key!r}), but no use is declared with this key: add"
+                f" DeclaredUse(.., key={key!r}) to the uses of its DeclaredBlock"
+            )
         if (entry := self._arrive(launch_point, _FORWARD)) is not None:
             self._run(entry)
 
@@ -456,7 +459,10 @@ class ISPCommunicator(WPCommunicator):
     # -- where the layers are in the plan ----------------------------------------------------
 
     def _follow(self, actions: Sequence[Action]) -> PlanCursor:
-        """Follow the plan of `actions` from its start."""
+        """Begin a step that has these actions: launch the first gathers of their prefetch plan.
+
+        Returns the cursor, which then moves through the entries of the plan.
+        """
         found = self._followed_plan(tuple(actions))
         self.drain()
         self._entries = found.entries

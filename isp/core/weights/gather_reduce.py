@@ -250,11 +250,11 @@ class _InFlight(NamedTuple):
 
     parameter: ShardedParameter
     piece: Pending
-    """This rank's piece of the sum."""
+    """This rank's part of the summed gradient, once it has arrived."""
     leases: list[Lease]
-    """Buffers to release after the piece has arrived."""
+    """Buffers of the reduce-scatter, to release after `piece` has arrived."""
     num_bytes: int
-    """Bytes of the full gradient as sent; it is kept until the piece has arrived."""
+    """Bytes of the full gradient that is sent; it is kept until `piece` has arrived."""
 
 
 class GradientReducer:
@@ -345,7 +345,8 @@ class GradientReducer:
     ) -> tuple[Pending, list[Lease]]:
         """Launch the reduce-scatter into `place`, or into a buffer of the pool.
 
-        Returns the piece in flight, and the buffers to release after it has arrived.
+        Returns this rank's part of the sum, which is in flight, and the buffers to release after it
+        has arrived.
         """
         pieces = parameter.to_send(grad, parameter.buffer_shape[0])
         leases = []

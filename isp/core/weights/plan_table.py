@@ -30,7 +30,7 @@ held    blocks and weights that are gathered or in flight during the use"""
 def grid(
     plan: PrefetchPlan, chunks: Chunks, actions: tuple[Action, ...], *, compact: bool = True
 ) -> str:
-    """Return the table of `plan` with a legend and its totals.
+    """Return the table of the prefetch plan, with a legend, and sums of what the plan does.
 
     `compact` shows only the first of several blocks or actions that do the same. Names of blocks
     and uses are shortened where they stay distinct. Raises AssertionError if the plan is wrong.
@@ -60,7 +60,7 @@ def grid(
 
 
 class _Line(NamedTuple):
-    """A row of the table."""
+    """A line of the table: one use of a block, and the operations on weights there."""
 
     cells: tuple[str, ...]
     does: object

@@ -43,7 +43,7 @@ class Lease:
 
 
 _Free = list[tuple[Tensor, tuple[int, ...], streams.Event | None]]
-"""Free buffers, with shape and last use."""
+"""Free buffers, each with its shape, and with an event after the last kernel that reads it."""
 
 
 class _Kind(NamedTuple):
@@ -72,9 +72,9 @@ class MemoryPool:
     poison: bool = False
     allocate: Allocate | None = None
     reserved_bytes: int = 0
-    """Bytes of all buffers, leased or free."""
+    """Number of bytes of all buffers of the pool, whether they are leased or free."""
     leased_bytes: int = 0
-    """Bytes of leased buffers."""
+    """Number of bytes of the buffers that are leased now."""
     allocations: int = 0
     """Number of leases that needed a new buffer."""
     reuses: int = 0

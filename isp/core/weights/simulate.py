@@ -15,7 +15,10 @@ __all__ = ["Lookahead", "Occupancy", "Simulation", "simulate"]
 
 
 class Occupancy(NamedTuple):
-    """Numbers of weights that are gathered or in flight during a use, counted in three ways."""
+    """How many weights are gathered or in flight during a use.
+
+    They are counted as blocks, as groups of weights that are read together, and one by one.
+    """
 
     blocks: int
     """Number of blocks that these weights belong to: a weight belongs to the running block if this
@@ -24,7 +27,7 @@ class Occupancy(NamedTuple):
     """Number of weights, but weights that are read together count as one, and a weight that the
     span has read and reads again later does not count at the uses in between."""
     weights: int
-    """Number of all weights."""
+    """Number of all weights that are gathered or in flight, counted one by one."""
 
 
 class Lookahead(NamedTuple):
@@ -38,12 +41,15 @@ class Lookahead(NamedTuple):
 
 
 class Simulation(NamedTuple):
-    """The counts of a plan that passed all checks of `simulate`."""
+    """How many weights a prefetch plan gathers, and how many exist at a time.
+
+    The plan has passed all checks of `simulate`.
+    """
 
     peak: Occupancy
-    """The largest value of each count over all entries."""
+    """The largest value of each field of `occupancy`, over all entries of the plan."""
     occupancy: tuple[Occupancy, ...]
-    """The occupancy at each entry."""
+    """How many weights are gathered or in flight at each entry of the plan."""
     gathers: Counter[tuple[str, Phase]]
     """Number of gathers, by weight and by the phase of the first read after the gather."""
     lookaheads: tuple[Lookahead, ...]
@@ -107,7 +113,7 @@ class _Replay:
                 self.readers[weight].append(number)
 
     def run(self) -> Simulation:
-        """Replay all entries and return the counts."""
+        """Do the operations of all entries of the plan, and return what was counted."""
         for op in self.plan.start:
             self.do(op, None)
         occupancy = [self.occupancy(-1, 0)]

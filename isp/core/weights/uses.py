@@ -126,7 +126,7 @@ class Span(NamedTuple):
     block: int
     sites: tuple[Site, ...]
     reads: tuple[str | None, ...]
-    """The weight that each site reads, or None."""
+    """For each site, the name of the weight that is read there, or None."""
     until: tuple[int, ...]
     """For each site, the offset of the last site whose weight is read together with its own; its
     weight stays gathered until then."""

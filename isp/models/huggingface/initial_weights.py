@@ -53,7 +53,10 @@ class InitialWeights(Protocol):
 
 @dataclass(eq=False)
 class Drawing:
-    """The recorded initialization of one parameter."""
+    """The calls by which a model initializes one parameter, recorded on the meta device.
+
+    `shard` repeats them for a rank's shard, with random numbers that do not depend on the layout.
+    """
 
     calls: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = field(default_factory=list)
     """The operators that were called on the whole parameter, in order, each with its arguments

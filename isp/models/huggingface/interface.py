@@ -56,7 +56,7 @@ class LogitsOf(Enum):
     """The target of a model's logits: the next token, or labels of a classifier."""
 
     VOCABULARY = auto()
-    """The next token."""
+    """The token after each token, by the head of a language model."""
     TOKEN_LABELS = auto()
     """A label of each token, by a head for token classification."""
     ROW_LABELS = auto()

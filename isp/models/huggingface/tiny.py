@@ -183,7 +183,7 @@ _QUERY_HEADS = (
     "num_decoder_attention_heads",
     "swa_num_attention_heads",
 )
-"""The keys with a number of query heads."""
+"""The configuration keys in which models have their number of query heads."""
 
 
 def fewer_heads(heads: int) -> int:
@@ -195,7 +195,7 @@ def fewer_heads(heads: int) -> int:
 
 
 def _narrow(tiny: Any, config: Any) -> None:
-    """Set the numbers of heads in `tiny`, and the sizes that follow from them, in place.
+    """Set how many query and KV heads `tiny` has, and the sizes that follow from that, in place.
 
     `config`: the model's own configuration.
     """
@@ -266,7 +266,7 @@ _LAYERS = (
     # LongCat has this key as well: each of its layers has two hidden layers.
     "num_layers",
 )
-"""The keys with a number of layers."""
+"""The configuration keys in which models have their number of layers."""
 
 
 def _keep_one_of_each_kind(tiny: Any, config: Any, least: int) -> None:

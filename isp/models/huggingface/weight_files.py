@@ -55,7 +55,10 @@ class WeightFiles:
         if (folder / _INDEX).exists():
             files = read_json(folder / _INDEX, large=True).get("weight_map")
             if not isinstance(files, dict):
-                raise ValueError(f"{folder / _INDEX} is damaged: it has no weight_map")
+                raise ValueError(
+                    f"{folder / _INDEX} is damaged: it has no weight_map; download or save the"
+                    f" folder again"
+                )
             for name, file in files.items():
                 # Refuse paths: the folder may be downloaded, and could name any file here.
                 if not isinstance(file, str) or Path(file).name != file:
@@ -67,7 +70,9 @@ class WeightFiles:
         elif (folder / _SINGLE).exists():
             self._files = dict.fromkeys(self._opened(_SINGLE).keys(), _SINGLE)
         else:
-            raise ValueError(f"{folder} has neither {_SINGLE} nor {_INDEX}")
+            raise ValueError(
+                f"{folder} has neither {_SINGLE} nor {_INDEX}: name a folder with safetensors files"
+            )
         self._open: dict[str, Any] = {}
 
     @property
@@ -160,7 +165,10 @@ class WeightFiles:
             check_regular(self.folder / file)
             return safe_open(self.folder / file, framework="pt")
         except FileNotFoundError:
-            raise ValueError(f"{self.folder / file} is missing, but {_INDEX} names it") from None
+            raise ValueError(
+                f"{self.folder / file} is missing, but {_INDEX} names it: download or save the"
+                f" folder again"
+            ) from None
         except OSError as error:
             why = error.strerror or error
             raise ValueError(f"{self.folder / file} cannot be read: {why}") from None

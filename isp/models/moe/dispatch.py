@@ -182,9 +182,9 @@ class _Route:
     channel: Channel
     tag: Tag
     sent: list[int]
-    """The number of rows sent to each rank."""
+    """For each rank, how many rows are sent to it: one for each token and expert there."""
     received: list[int]
-    """The number of rows received from each rank."""
+    """For each rank, how many rows are received from it, for experts of this rank."""
     in_flight: list[Pending] = field(default_factory=list)
     """The transfers in flight, in the order in which they are waited for."""
 
@@ -215,16 +215,20 @@ class _Route:
 
 
 class _Part(NamedTuple):
-    """One part of the tokens on its way to experts: a row [D] for each pair of token and expert."""
+    """Some of this rank's N tokens on their way to experts.
+
+    There is a row [D] for each token and each of its k experts: R = N k rows are sent, and M rows
+    are received for the experts of this rank.
+    """
 
     route: _Route
     entry: Tensor
-    """For each row, the index of its token and expert in the flattened expert indices [N, k];
-    [R]."""
+    """For each row that is sent, the index of its token and expert in the flattened expert
+    indices [N, k]; [R]."""
     token: Tensor
-    """The index of each row's token, [R]."""
+    """For each row that is sent, the index of its token, [R]."""
     of_token: Tensor
-    """The indices of the rows of each token, from its lowest expert to its highest, [N, k]."""
+    """For each token, the indices of its k rows, from the lowest expert to the highest; [N, k]."""
     numbers: Tensor
     """The expert of each received row, as an index into this rank's experts, [M, 1]."""
     buffers: tuple[Tensor, ...] = ()
@@ -269,9 +273,11 @@ class ExpertExchange:
         return slice(*self.bounds[self.ranks.rank : self.ranks.rank + 2])
 
     def dispatch(self, tokens: Tensor, numbers: Tensor, weights: Tensor) -> Sent:
-        """Launch the transfer of tokens [N, D] to experts `numbers` [N, k] with `weights` [N, k].
+        """Launch the transfer of tokens [N, D] to the ranks of their experts.
 
-        The CPU waits for the device once, for the numbers of rows.
+        `numbers` [N, k]: the indices of each token's experts; `weights` [N, k]: their routing
+        weights. The CPU waits for the device once, to read how many rows every rank sends to every
+        other rank.
         """
         # Pad, because each of the ranks with the same tokens must send equally many.
         count, pad = len(tokens), (0, 0, 0, -len(tokens) % self.same_tokens.size)
@@ -372,7 +378,7 @@ class ExpertExchange:
         experts. `rows`: the number of rows that each rank sends to each rank.
         """
         me, k = self.ranks.rank, numbers.shape[1]
-        # Sort the pairs of token and expert by expert, and those of one expert by token.
+        # Sort rows, one for each token and expert, by expert, and rows of one expert by token.
         entry = numbers.flatten().argsort(stable=True)
         # Index i of the flattened `numbers` belongs to token i // k.
         token = entry // k
@@ -389,7 +395,7 @@ class ExpertExchange:
 
 
 def _even(parts: Sequence[Tensor], size: int) -> list[list[list[int]]]:
-    """Return by part how many rows each rank sends to each rank, spread evenly.
+    """Return how many rows each rank sends to each rank for each of `parts`, spread evenly.
 
     For the meta device, where counts have no values.
     """

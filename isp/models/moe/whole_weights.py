@@ -203,7 +203,7 @@ class _BackwardReads:
         self._use = ExitStack()
 
     def begin(self) -> None:
-        """Gather the stacks for a backward."""
+        """Gather the weights of all experts of the layer, before a backward reads them."""
         # Free the stacks that an earlier backward of the same graph left if it failed.
         self.end()
         self._whole = self._use.enter_context(self.experts.whole(Phase.BACKWARD))

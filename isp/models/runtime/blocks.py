@@ -64,10 +64,11 @@ class Blocks:
         linears."""
         tiled = (Kind.TILED,) if what.mlp_tile_tokens else ()
         self._of_recomputed = (*tiled, Kind.ATTENTION) if what.keeps_attention else tiled
-        """The kinds of kept calls in recomputed blocks."""
+        """The kinds of calls whose results recomputed blocks keep."""
         self._of_others = tuple(Kind) if what.between_linears else ()
-        """The kinds of kept calls in other blocks: none, or all kinds, so that only the code
-        between the calls is recomputed."""
+        """The kinds of calls whose results other blocks keep. With `between_linears` these are all
+        kinds, so that only the code between the calls is recomputed; else such blocks recompute
+        nothing."""
         self._between = Recomputer(tracker=tracker, announce=layers.recomputing)
         self._known: dict[Hashable, Needs] = {}
         """Which kept results the recompute of a block reads, by a key of `_kept_calls`; recorded in

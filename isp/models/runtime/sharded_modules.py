@@ -177,7 +177,8 @@ class ShardedEmbedding(_ShardedModule):
         if self.communicator.gathers_weights:
             # Backward computes the gradient of the whole table, so the index stays the same.
             return row
-        # Backward computes the gradient of this rank's rows only: count from the first of them.
+        # Backward computes only the gradient of the embeddings that this rank has: return the index
+        # among these.
         ((start, stop),) = self.layouts["weight"].intervals()
         return row - start if start <= row < stop else -1
 

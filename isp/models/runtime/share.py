@@ -151,11 +151,12 @@ class _Shares:
         self._rank: int | None = None
         """The rank whose run it is; None: the whole run."""
         self._whole: dict[tuple[str, int], Any] = {}
-        """Outputs of columns and records of rows in the whole run, by module and call number."""
+        """Outputs of column linears and records of row linears in the whole run, by module and
+        index of its call."""
         self._calls = Counter[str]()
-        """The number of calls of each module in this run."""
+        """How often each module was called in the forward that runs now."""
         self._leaves: list[Tensor] = []
-        """Outputs of columns since the last row, as leaves of the graph."""
+        """Outputs of the column linears since the last row linear, as leaves of the graph."""
         self._other = ""
         """The first module since the last row whose output is not the rank's share of its output in
         the whole run; empty: there is none."""

@@ -235,7 +235,7 @@ class _SummedGradient:
         self._dtype = torch.float32
 
     def add(self, part: Tensor) -> None:
-        """Add the part of one tile."""
+        """Add what one tile contributes to the gradient."""
         if self._total is None:
             self._total, self._dtype = widened(part), part.dtype
         else:

@@ -74,10 +74,10 @@ class WeightHolders:
         self.entrances: dict[str, Entrance] = {}
         """By column linear, the entrance of the region that it is in."""
         self._holders: dict[str, Holder] = {}
-        """By name of a module, its holder; fused linears share one."""
+        """By name of a module, its holder; fused linears have the same holder."""
         own = frozenset[str]().union(*(stage.parameters for stage in stages))
-        # A tensor-parallel plan cuts each linear over all ranks. Fused linears are cut as one, so a
-        # rank could have rows of only some of them: do not fuse.
+        # A tensor-parallel plan cuts each linear over all ranks. Fused linears would be cut as one
+        # parameter, and a rank could then have a part of only some of them: do not fuse.
         groups = groups_of(model, trace) if plan is None else ()
         rows = rows_of(model, groups)
         self.named = tuple(shard_parameters(model, trace, layers, plan, own, rows))

@@ -108,8 +108,11 @@ def _one_stage(name: str, places: Iterable[str], stage_of: dict[str, int]) -> se
     """
     found = {stage_of[place] for place in places}
     if len(found) > 1:
-        where = ", ".join(sorted(place or "after the blocks" for place in places))
-        raise ValueError(f"{name} is used by several stages: in or before {where}")
+        where = ", ".join(sorted(place or "the code after the blocks" for place in places))
+        raise ValueError(
+            f"{name} is used by several stages, which would each need a copy of it (the forward"
+            f" uses it in, or directly before, {where})"
+        )
     return found
 
 

@@ -105,19 +105,19 @@ class TensorPlan(NamedTuple):
             return Moves()
         # `sequence_dim` is -2, because x is [B, S', I] or [B S', I].
         moves = moves_for(mode, cut.role, tensor, sequence_dim=-2)
-        # Columns send nothing themselves: their region's entrance does it once for all of them. The
-        # head and columns without a row are in no region.
+        # Column linears in a region send nothing themselves: the region's entrance does it once for
+        # all of them. The head, and column linears that no row linear follows, are in no region.
         if cut.role is Role.COLUMN and linear != self.head and not cut.alone:
             moves = Moves()
         if not cut.whole:
             return moves
-        # After a column alone a rank has all features of its own tokens. It computed its share of
-        # the features for all tokens, so exchange tokens for features.
+        # A column linear that no row linear follows has to return all features of this rank's own
+        # tokens. It computes this rank's share of the features for all tokens: exchange them.
         if cut.alone and mode.splits_sequence:
             y = partial(tensor.all_to_all, scatter=-2, gather=-1)
             return replace(moves, y=y, dy=partial(tensor.all_to_all, scatter=-1, gather=-2))
-        # In a region with all features (`whole`), the column gathers the features, and the row
-        # takes the rank's share of them.
+        # In a region with all features (`whole`), the column linear gathers the features, and the
+        # row linear takes the rank's share of them.
         own, whole = partial(_own_features, tensor), partial(tensor.all_gather, dim=-1)
         if cut.role is Role.COLUMN:
             return replace(moves, y=whole, dy=own)
@@ -132,7 +132,7 @@ class TensorPlan(NamedTuple):
         for name, cut in self.cuts.items():
             linear = model.get_submodule(name)
             features = (in_features if cut.role is Role.ROW else _out_features)(linear)
-            # The head's rows, the vocabulary, may be uneven.
+            # The head is cut by vocabulary, whose parts may be uneven.
             if name != self.head and features % size:
                 raise ValueError(
                     f"parallel.tensor.size={size} must divide the {features} features along which"
@@ -199,8 +199,9 @@ def tensor_plan(model: nn.Module, trace: ModelTrace, styles: Mapping[str, str]) 
         inside = next((r for r in regions if name.startswith(f"{r.module}.")), None)
         if inside is None or not is_linear(module) or name not in trace.called:
             continue
-        # Inside of a region, a linear must be cut as a column or a row of it. A linear that is not
-        # would get a share of its input features, or give whole outputs where a share is expected.
+        # Each linear inside of a region must be one of its column linears or its row linear. Any
+        # other linear would get only a share of its input features, or return all features where
+        # the next linear expects a share.
         if name not in cuts or cuts[name].alone:
             raise ValueError(f"the plan does not shard {name}, which is inside {inside.module}")
     vectors = frozenset(_own_vectors(regions, trace, styles))
@@ -239,13 +240,14 @@ def _regions(
 ) -> tuple[list[Region], dict[str, LinearCut]]:
     """Return the regions of a block, in order, and the cuts of all of its linears.
 
-    Columns and the next row with the same `LinearCut.whole` make a region. Columns whose features
-    are gathered may also have no row (`LinearCut.alone`). Raises ValueError for other columns
-    without a row, and for attention outside of the regions.
+    Column linears and the next row linear with the same `LinearCut.whole` make a region. Column
+    linears whose features are gathered may also be without a row linear (`LinearCut.alone`). Raises
+    ValueError for other column linears that no row linear follows, and for attention outside of the
+    regions.
     """
     cuts, regions = dict[str, LinearCut](), list[Region]()
-    # `begun`: by `LinearCut.whole`, the columns that no row has followed yet, with their call's
-    # index.
+    # `begun`: by `LinearCut.whole`, the column linears that no row linear has followed yet, each
+    # with the index of its call.
     begun: dict[bool, dict[str, int]] = {False: {}, True: {}}
     attentions = sum(call.kind is Kind.ATTENTION for call in calls)
     for place, call in enumerate(calls):
@@ -257,7 +259,7 @@ def _regions(
         if cut.role is Role.COLUMN:
             columns[call.module] = place
             continue
-        # This linear is a row: it ends the region of all columns before it.
+        # This is a row linear: it ends the region of all column linears before it.
         inside = calls[min(columns.values(), default=place) : place]
         # `attentions` ends as the number of calls of attention outside of regions, where a rank has
         # all heads.
@@ -276,9 +278,10 @@ def _regions(
 def _region(
     block: str, linears: tuple[str, ...], whole: bool, calls: Sequence[Call], trace: ModelTrace
 ) -> Region:
-    """Return the region of some column linears and their row linear.
+    """Return the region of some column linears and their row linear, which is the last of
+    `linears`.
 
-    `calls`: the calls from the first column to the row.
+    `calls`: the calls from the first column linear up to the row linear.
 
     Raises ValueError if the linears are not in one module inside of the block, or if a call in
     between is a convolution or scan.

@@ -123,7 +123,7 @@ class Call(NamedTuple):
     block: str | None
     """The block that contains the call; None: outside of the blocks."""
     sizes: AttentionSizes | None = None
-    """For attention: its sizes; None for other kinds of calls."""
+    """Number of heads, head size and options of a call of attention; None for other kinds."""
     route: int | None = None
     """For experts: the number of experts of each token; None: unknown, because the experts are not
     called as in transformers."""

@@ -35,7 +35,7 @@ class LinearOutputs(TorchFunctionMode):
         """By storage, the name of a linear and its output, which is kept so that no other tensor
         gets its storage."""
         self._parts: dict[str, set[tuple[int, int]]] = {}
-        """By linear, (start, length) of each part of its out features."""
+        """By linear, (start, length) of each range of out features that the model's code takes."""
         self._linear = ""
         """The linear that was called last."""
         self._made: dict[int, Tensor] = {}

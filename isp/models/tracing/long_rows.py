@@ -43,9 +43,11 @@ class LengthCheck:
         trace: ModelTrace,
         forward: Forward,
     ) -> None:
-        """`empty`: returns a new copy of `model` on the meta device, connected to `mix_by`.
+        """`empty` returns a new copy of `model` on the meta device.
 
-        Each forward needs a new copy, because a model may keep tables that it made for a length.
+        Attention and other mixers of the copy call the `Mixers` that the context `mix_by` sets,
+        here this check. Each forward needs a new copy, because a model may keep tables that it made
+        for a length.
         """
         self._model, self._empty, self._trace, self._forward = model, empty, trace, forward
         self._short: list[_Noted] | None = None
@@ -128,9 +130,9 @@ class _Noted(NamedTuple):
 
     name: str
     numbers: Any
-    """The numbers among the arguments, nested as in the arguments."""
+    """The arguments of the call as `_numbers` returns them: only numbers, texts and dtypes."""
     shapes: Any
-    """The shapes of the resulting tensors."""
+    """The shapes of the tensors that the call returned."""
 
 
 def _what(short: _Noted | None, long: _Noted | None, step: int) -> str:
@@ -158,9 +160,9 @@ def _listed(shapes: Any) -> str:
 
 
 def _first_leaves(short: Any, long: Any, step: int) -> tuple[Any, Any]:
-    """Return the first pair of numbers that differ between the two rows.
+    """Return the first argument of a call that differs between the two rows: its two values.
 
-    `short`, `long`: the numbers of each row, in nested tuples.
+    `short`, `long`: the arguments in the short and in the long row, in nested tuples.
     """
     if isinstance(short, tuple) and isinstance(long, tuple) and len(short) == len(long):
         pairs = zip(short, long, strict=True)
@@ -293,7 +295,7 @@ class _Calls(TorchFunctionMode):
 
     def choose(self, indexer: Indexer) -> Tensor:
         """Return indices of keys, all 0, as many as an indexer chooses in a long document."""
-        # Take the number of keys in a document longer than any, so that it does not depend on the
-        # row.
+        # Ask for a document that is longer than any, so that the number of chosen keys does not
+        # depend on the length of the row.
         shape = *indexer.keys.shape[:2], indexer.num_choices, indexer.most(1 << 40)
         return indexer.keys.new_zeros(shape, dtype=torch.int32)

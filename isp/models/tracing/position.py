@@ -92,7 +92,7 @@ class Instead(NamedTuple):
 
 
 _AS_TRACED = Instead()
-"""An `Instead` that leaves nothing out."""
+"""An `Instead` with which a forward makes all calls that the trace has."""
 
 
 class ForwardPass:

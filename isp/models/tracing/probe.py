@@ -687,14 +687,14 @@ def _same_tokens(rows: Tensor, others: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class _Event(NamedTuple):
-    """The entry into a module, or the exit from it, with sums of its tensors or gradients."""
+    """The start or the end of a module's call, with sums of the tensors or gradients passed."""
 
     entered: bool
-    """True for an entry, False for an exit."""
+    """True for the start of the call, False for its end."""
     name: str
     """The name of the module."""
     tokens: list[Tensor]
-    """For each tensor that enters or leaves, a few sums for each token, [S, `_SUMS`]."""
+    """For each tensor that the module gets or returns, a few sums for each token, [S, `_SUMS`]."""
 
 
 _SUMS = 4
@@ -721,11 +721,12 @@ def _per_token(x: Any, size: int) -> Tensor | None:
 
 
 def _first_apart(events: list[list[_Event]], rows: Tensor) -> str:
-    """Return the name of the module whose own code first gives other values in the second run.
+    """Return the name of the module whose own code first computes other values in the second run.
 
-    If the first difference is in a module's output, that module is returned; if it is in a module's
-    input, the module that calls it ("" is the model). The changed token does not count. `events`:
-    those of a run of all tokens, and those of a run of the tokens `rows`.
+    The first run of the probe has all tokens; the second has only the tokens with the indices
+    `rows`, and one of them may have another id: that token is not compared. `events` has what
+    entered and left modules in both runs. If the values first differ in the output of a module,
+    returns that module; if in the input of a module, the one that calls it ("" is the model).
     """
     # `inside`: the modules that are running, the innermost last.
     inside = [""]

@@ -60,7 +60,7 @@ class CallRecorder:
         self._results: dict[int, tuple[Tensor, int]] = {}
         """By index of a call of attention, its result, and that tensor's version at the call."""
         self._block: str | None = None
-        """The entry of a list of modules that runs now."""
+        """The name of the element of a list of modules, such as `layers.3`, that runs now."""
         self._given: tuple[Tensor, int] | None = None
         """The input of the last linear, and that tensor's version at the call."""
         self._num_given = 0
@@ -72,7 +72,8 @@ class CallRecorder:
         """By running module that was called directly after experts with the same tokens, the index
         of the experts' call."""
         self.entered = Counter[str]()
-        """The number of calls of each entry of a list of modules, in order of the first calls."""
+        """How often each element of a list of modules, such as `layers.3`, was called; in order of
+        the first calls."""
         self.called: dict[str, None] = {}
         """The modules that were called, in order of their first calls."""
         self._open: list[nn.Module] = []

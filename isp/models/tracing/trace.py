@@ -89,7 +89,7 @@ class ModelTrace(NamedTuple):
 
     @property
     def attentions(self) -> list[AttentionSizes]:
-        """The sizes of the calls of attention, in order."""
+        """Number of heads, head size and options of each call of attention, in order."""
         return [call.sizes for call in self.calls if call.sizes is not None]
 
     @property

@@ -40,10 +40,10 @@ class ContextBalance:
         self._ranks = ranks
         self._rows = 0
         self._sum = self._worst = 0.0
-        """Sum and maximum of the rows' imbalance."""
+        """Sum and maximum, over all rows so far, of the imbalance of a row's split over ranks."""
 
     def count(self, batches: Iterable[MicroBatch]) -> None:
-        """Count the rows of a step's micro-batches."""
+        """Add the imbalance of each row of a step's micro-batches to the sum and the maximum."""
         for batch in batches:
             lengths = self._ranks.lengths(batch.tokens, batch.cu_seqlens)
             imbalance = self._ranks.split(lengths).imbalance  # the forward has cached it

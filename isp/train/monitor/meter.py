@@ -70,7 +70,7 @@ class StepMeter:
         self.own_seconds = 0.0
         """Seconds of this rank's last step, without waits for other ranks."""
         self.last_transfers: list[TimedTransfer] = []
-        """Transfers that the last step waited for."""
+        """All transfers of the last step on this rank that were waited for, with their times."""
         log.collect(device)
         self.restart()
 

@@ -99,7 +99,7 @@ class Pace:
         self._eval_freq = config.validation.freq
         self._save_interval = config.checkpoint.interval
         self._steps: deque[float] = deque(maxlen=_PACE_STEPS)
-        """Seconds of the last steps."""
+        """Seconds that each of the last steps took, without evaluations and saves."""
         self._first = True
         """True until the second step."""
         self._evaluation = 0.0
@@ -238,7 +238,7 @@ class SlowRankWatch:
     It compares a rank's time for a step, without waits for other ranks, with the median of the
     other ranks of its pipeline stage. A rank is reported once it has been slow for `steps` steps in
     a row, and again only after it has recovered. Stages are not compared with each other, since
-    their work differs; so a stage that consists of a single slow rank is not found.
+    they have different layers to compute; so a stage of a single, slow rank is not found.
     """
 
     def __init__(
@@ -250,7 +250,7 @@ class SlowRankWatch:
         self._slow: list[deque[tuple[float, float]]] = [deque(maxlen=steps) for _ in hostnames]
         """By rank: its own seconds and the others' median, for its consecutive slow steps."""
         self._reported: set[int] = set()
-        """Ranks that are slow and have been reported."""
+        """Ranks that have been reported as slow and have not recovered since."""
 
     def look(self, step: int, own_seconds: Sequence[float]) -> list[str]:
         """Return a warning for each rank that becomes slow at `step`; `own_seconds` is by rank."""

@@ -98,7 +98,7 @@ class Measured:
     config: JobConfig
     """The configuration in this mode."""
     records: Sequence[str]
-    """Result of `record_of` on each rank."""
+    """What each rank has recorded, as the text that `record_of` returns, in rank order."""
     losses: Sequence[float]
     """Loss of each measured step."""
     first: int

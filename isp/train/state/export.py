@@ -35,7 +35,7 @@ __all__ = ["Exported", "as_saved", "export", "plain_decoder", "saved_model"]
 
 
 class Exported(NamedTuple):
-    """Result of `export`: what was written."""
+    """What `export` has written: how many tensors of which dtype and model, and notes."""
 
     source: Path
     """Path of the checkpoint."""

@@ -60,7 +60,7 @@ class Progress(NamedTuple):
     """The progress of a run at the end of a step, as it is saved in checkpoints."""
 
     step: int
-    """Number of steps done."""
+    """Number of steps that the run has done."""
     tokens: int
     """Number of tokens in these steps, over all ranks, without padding."""
     record: StepRecord | None = None

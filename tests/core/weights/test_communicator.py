@@ -314,7 +314,7 @@ def test_launch_points_must_be_declared() -> None:
     """Catches a launch point announced under another key than it was declared with."""
     net, communicator, _ = echo_net()
     assert communicator.pass_by(net.a.core) is None  # type: ignore[func-returns-value]
-    with pytest.raises(KeyError, match="no launch point is declared as 'attn': pass DeclaredUse"):
+    with pytest.raises(KeyError, match="no use is declared with this key: add DeclaredUse"):
         communicator.pass_by("attn")
     LocalWeights().pass_by("attn")  # gathers nothing, so there is no plan to follow
 

@@ -13,7 +13,7 @@ no results have to be merged, and windows and sinks work as on one device. Keys 
 of heads: the next stripe is sent while the kernel computes this one.
 
 backward   gradients of k and v return by the transposed all-to-all, and are summed in float32 or
-           wider, first over the copies on a rank, then over the ranks in their order
+           wider: first over the copies of a key on one rank, then over ranks in their order
 
 Source: stripes as in ring-flash-attention, llama3_flash_attn_varlen; sending only the needed keys
 as in NeMo's blockdiag_cp.
@@ -62,7 +62,8 @@ class ContextAttention:
     """Attention to tokens that are sharded over `channel`, on each rank by `local_attention`.
 
     One object serves all layers. A rank's tokens are in the order of its slices, row by row.
-    `windows` are the windows of all layers of the model: the split of tokens balances their work.
+    `windows` are the attention windows of all layers of the model: tokens are split so that each
+    rank has about the same attention FLOPs in these layers together.
     `stripes` is the number of stripes of KV heads; None: it follows from their bytes.
 
     With `ring`, a layer attends to one block of keys after another and never has all keys in

@@ -137,7 +137,10 @@ class _RingAttention(Function):
 
 
 def _add_returned(step: KeyExchange, returning: Pending, total: Tensor) -> None:
-    """Wait for the gradients of a step's own keys, and add them to `total`."""
+    """Wait for the gradients of this rank's keys that one step of the ring sends back here.
+
+    Adds them to `total`, the sum over all steps.
+    """
     step.add_to(total, returning.wait())
 
 

@@ -61,10 +61,10 @@ class Route:
     first: Tensor
     """Indices [R] into the L keys of the kernel: where the first copy of each received key is."""
     again: tuple[tuple[Tensor, Tensor], ...]
-    """Where the further copies of received keys are, as pairs of index tensors: keys among the R
-    received ones, and their copies among the L keys of the kernel. Pair 0 has the copies for the
-    second slice that this rank has of each document, pair 1 for the third, and so on. A pair has a
-    key at most once, so that `index_add_` adds copies in a fixed order."""
+    """Where the further copies of received keys are. An element has two index tensors: keys among
+    the R received ones, and the copies of these keys among the L keys of the kernel. Element 0 is
+    about the second slice that this rank has of each document, element 1 about the third, and so
+    on. An element has a key at most once, so that `index_add_` adds copies in a fixed order."""
     queries: Tensor | None
     """Indices of this rank's tokens that see at least one key of the route; None: all tokens."""
     mask: AttentionMask
@@ -201,16 +201,19 @@ def ring_routes(split: SequenceSplit, rank: int, *, causal: bool) -> tuple[Route
 
 
 class _Held(NamedTuple):
-    """The owners of all tokens, as pieces of consecutive tokens that one rank has."""
+    """The ranks that have the tokens of a row, for runs of consecutive tokens of one rank.
+
+    Each array has an element for each run.
+    """
 
     rank: _Ints
-    """Owner of the piece."""
+    """The rank that has the run."""
     begin: _Ints
-    """Place of the piece's first token."""
+    """Place of the run's first token in the row."""
     size: _Ints
-    """Number of tokens of the piece."""
+    """Number of tokens of the run."""
     row: _Ints
-    """Index of the piece's first token in its rank's tokens."""
+    """Index of the run's first token among the tokens of its rank."""
 
 
 class _Sight(NamedTuple):
@@ -219,7 +222,7 @@ class _Sight(NamedTuple):
     rank: _Ints
     """Rank that has the slice."""
     queries: _Ints
-    """Number of tokens of the slice."""
+    """Number of tokens of the slice, each of which is a query."""
     row: _Ints
     """Index of the slice's first token in its rank's tokens."""
     low: _Ints
@@ -302,13 +305,13 @@ class Slices(NamedTuple):
 def _overlaps(
     low: _Ints, high: _Ints, begin: _Ints, end: _Ints
 ) -> tuple[_Ints, _Ints, _Ints, _Ints]:
-    """Return the overlaps of ranges [low, high) with pieces [begin, end) that cover them.
+    """Return where ranges [low, high) of tokens overlap runs [begin, end), which cover all tokens.
 
-    Returns four arrays with an element for each overlap: index of its range, index of its piece,
-    begin and size. Overlaps are ordered by range, then by the begin of the piece.
+    Returns four arrays with an element for each overlap: index of its range, index of its run,
+    begin and size. Overlaps are ordered by range, then by the begin of the run.
     """
-    # Pieces tile the tokens, so a range overlaps consecutive pieces in the order of their begins,
-    # from the last one that begins at or before `low`.
+    # Runs do not overlap each other, so a range overlaps consecutive runs in the order of their
+    # begins, from the last run that begins at or before `low`.
     order = begin.argsort(kind="stable")
     first = np.searchsorted(begin[order], low, "right") - 1
     count = np.where(high > low, np.searchsorted(begin[order], high) - first, 0)
@@ -324,7 +327,10 @@ def _starts(sizes: _Ints) -> _Ints:
 
 
 def _ranges(begins: _Ints, sizes: _Ints) -> _Ints:
-    """Return the integers in the ranges [begin, begin + size), one range after another."""
+    """Return all integers of the ranges [begin, begin + size), one range after another.
+
+    `begins` and `sizes` have an element for each range.
+    """
     # Element i is i, plus the begin of its range, minus the sizes of all ranges before that.
     return np.repeat(begins - _starts(sizes), sizes) + np.arange(sizes.sum())
 
@@ -376,13 +382,14 @@ class KeyExchange:
         return arrive
 
     def send_back(self, y: Tensor) -> Pending:
-        """Sum gradients [L, ..] over copies of a key, and launch the transfer to the keys' owners.
+        """Send the gradients `y` [L, ..] of the L keys of this rank's kernel to the keys' owners.
 
-        After the wait, `add_to` adds what arrived.
+        The kernel has a copy of a received key for each slice that sees it: the gradients of these
+        copies are summed before the transfer is launched. On the owner, `add_to` adds what arrived.
         """
         route, dtype = self.route, wide(y.dtype)
         total = y.index_select(0, route.first).to(dtype)
-        # A pair has a key at most once, so the order in which copies are added is fixed.
+        # An element of `again` has a key at most once, so the copies are added in a fixed order.
         for keys, rows in route.again:
             total.index_add_(0, keys, y.index_select(0, rows).to(dtype))
         return self.channel.all_to_all_into(

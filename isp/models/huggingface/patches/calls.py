@@ -303,4 +303,4 @@ _OURS: dict[str, Callable[..., Any]] = {
 """By name of a free function in transformers' modeling files, isp's own function."""
 
 FREE_FUNCTIONS = frozenset(_OURS)
-"""Names of the free functions that are wrapped."""
+"""Names of the functions outside of classes whose calls ISP replaces, such as causal_conv1d_fn."""

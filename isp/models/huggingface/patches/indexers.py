@@ -85,7 +85,7 @@ class _StandIn:
 
 
 class _Sizes(NamedTuple):
-    """The sizes of an indexer's choices."""
+    """How many keys or blocks of keys an indexer chooses for a query, and for how many heads."""
 
     num_heads: int
     num_choices: int
@@ -176,7 +176,7 @@ def _of_tokens(module: Any, arguments: dict[str, Any]) -> _Indexer:
 def _of_blocks(module: Any, arguments: dict[str, Any]) -> _Indexer:
     """Make an indexer of MiniMax-M3: blocks of keys, chosen for each KV head.
 
-    Raises ValueError if the numbers of heads do not match.
+    Raises ValueError unless the indexer has one head, or as many as attention has KV heads.
     """
     heads, kv_heads = module.num_heads, module.config.num_key_value_heads
     if heads not in (1, kv_heads):
