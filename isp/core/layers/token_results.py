@@ -75,7 +75,7 @@ class ResultRules(ABC):
     def num_buffers(self) -> int:
         """Number of tensors of the logits' size that `find` or `gradient` has at a time.
 
-        The logits are one of them. `results_of_head` computes that many times fewer tokens at a time.
+        The logits are one of them. `results_of_head` computes that many times fewer tokens at once.
         """
         return 1
 
