@@ -94,7 +94,7 @@ def check_code(model: nn.Module, *, allow_unchecked: bool = False) -> None:
             raise ValueError(
                 f"{about}, and {reason}: {way_out}; or set model.allow_unchecked: true"
             ) from error
-        logger.warning("%s, and was not compared: %s", about, reason)
+        logger.warning("%s, and could not be compared with code that it knows: %s", about, reason)
 
 
 class _DiffersError(ValueError):

@@ -119,7 +119,7 @@ class NeedsGrad(IntEnum):
 
 
 def needs_grad(ctx: Any, count: int) -> list[NeedsGrad]:
-    """Return why the running backward pass needs the gradient of each of the first `count` inputs.
+    """Return a `NeedsGrad` for each of the first `count` inputs, for the running backward pass.
 
     `ctx.needs_input_grad` says which inputs could have a gradient; `autograd.grad(y, x)` and
     `backward(inputs=[x])` compute only some of these. All of the first `count` inputs but the last

@@ -38,9 +38,9 @@ class _Piece(NamedTuple):
     tile: int
     """Index of the tile."""
     within: slice
-    """These indices, counted from the begin of the tile."""
+    """The indices, counted from the begin of the tile."""
     there: slice
-    """These indices, counted from the begin of the shard."""
+    """The same indices, counted from the begin of the shard."""
 
 
 def _pieces(intervals: Iterable[Interval], side: int) -> Iterator[_Piece]:

@@ -187,7 +187,7 @@ def refuse_unchecked(model: nn.Module, why: Exception | str, allow_unchecked: bo
 def same_at_length(
     shape: nn.Module, buffers: Iterable[Tensor], trace: ModelTrace, forward: Forward, tokens: int
 ) -> bool:
-    """Return whether a few tokens have the same logits in a row of `tokens` tokens as without it.
+    """Return whether a few tokens have the same logits alone as in a row of `tokens` tokens.
 
     The other arguments are those of `check_local`. Only forwards run.
     """
