@@ -193,7 +193,7 @@ def _in_order(rank: int, _: None) -> None:
     assert "loss.backward()" in raised(found.log_probs.sum().backward)
     loss = run.log_probs(*rows).log_probs.sum()
     run.backward(loss)
-    assert "that needs backward" in raised(run.backward, loss.detach())
+    assert "that waits for a backward" in raised(run.backward, loss.detach())
     with torch.no_grad():
         assert "run.zero_grad()" in raised(run.loss, *rows)
     assert "run.zero_grad()" in raised(run.step, run.loss(*rows))

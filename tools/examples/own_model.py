@@ -1,8 +1,6 @@
-"""Use sharded weights and Ulysses attention in your own model and loop.
+"""Use sharded weights and Ulysses attention in your own model; compare it with plain torch.
 
     torchrun --nproc-per-node 4 tools/examples/own_model.py
-
-Compares the loss and all gradients with those of the same model in plain torch.
 """
 
 from functools import partial

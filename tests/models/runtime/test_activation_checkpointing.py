@@ -227,4 +227,4 @@ def _scaled(rank: int) -> str:
 
 def test_a_model_with_something_between_its_blocks_is_refused() -> None:
     """Catches block inputs recomputed without the operations between the blocks."""
-    assert run_ranks(1, _scaled)[0].endswith("use 0")
+    assert run_ranks(1, _scaled)[0].endswith("use model.checkpoint_segment=0")

@@ -137,7 +137,7 @@ def test_a_run_reports_the_owners_of_its_memory(
         name for name, _, _ in lines
     }
     assert "use a smaller data.micro_bsz" in told
-    assert "this run is on CPU" in log
+    assert "has no effect on CPU" in log
     assert not (run / "memory_snapshot").exists()
 
 
