@@ -376,7 +376,11 @@ def unit_bytes(config: ModelConfig) -> int:
 
 
 def compute_of(options: argparse.Namespace) -> Compute:
-    """Return the model and tokens of a rank that `options` choose."""
+    """Return the sizes of the model and of its input on each rank, by `options`.
+
+    With --paced, the input is one row of 16 tokens, and matmuls sleep for the time that the tokens
+    of all rows would take.
+    """
     model = ModelConfig(
         vocab_size=options.vocab,
         hidden_size=options.hidden,

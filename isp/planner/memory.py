@@ -262,7 +262,7 @@ def _backward(
         work = record.work + flights[block.name].before
         yield moment(f"the backward of {block.name}", _sum([kept, record.saved, again]), work)
     if own.table is not None:
-        work = _full_gradient(case, place, own.table) + flights[own.table.name].after
+        work = _largest_gradient(case, place, own.table) + flights[own.table.name].after
         yield moment(f"the backward of {own.table.name}", Saved(), work)
 
 
@@ -428,10 +428,11 @@ def _published(case: PlanCase, place: Coordinates) -> int:
     return sum(transfer.sent_bytes for transfer in heard) // max(1, size - 1) * (size + 1)
 
 
-def _full_gradient(case: PlanCase, place: Coordinates, block: Block) -> int:
-    """Return the bytes of the block's largest weight gradient; 0 if weights are gathered.
+def _largest_gradient(case: PlanCase, place: Coordinates, block: Block) -> int:
+    """Return the bytes of the block's largest weight gradient on one rank.
 
-    Gathered weights' gradients are counted as reductions in flight.
+    It has the size of the rank's part of the weight. 0 in isp mode with several weight ranks, where
+    weights are gathered: their gradients are counted as reductions in flight.
     """
     if case.gathers_weights:
         return 0

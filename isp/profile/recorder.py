@@ -55,7 +55,10 @@ class RankRecord:
     clock_lead: float = 0.0
     """Seconds by which `time.perf_counter` on this rank is ahead of that on rank 0."""
     unix_zero: float = 0.0
-    """Unix time, in seconds, at which `time.perf_counter` was 0 on this rank."""
+    """Unix time, in seconds, at which `time.perf_counter` was 0 on this rank.
+
+    It aligns torch.profiler's times, which are Unix times, with the record's. `clock_lead` puts
+    ranks on one clock."""
 
 
 _Moment = tuple[streams.Event | None, Mark]

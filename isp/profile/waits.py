@@ -89,7 +89,11 @@ class _Waits:
         self.exposed = sum(c.exposed_ms for c in self.own)
 
     def explained(self, divisor: int) -> Wait:
-        """Return the mean over `divisor` steps, with its main reason and advice."""
+        """Return all these waits as one `Wait`: means, the main reason, and the advice.
+
+        Sums are divided by `divisor`, the number of steps times the number of ranks. If the reason
+        is LATE, `late_ms` is the time of the longest wait.
+        """
         first, longest = self.own[0], max(self.own, key=lambda c: c.exposed_ms)
         reason, advice = self._reason(longest)
         sums = "sent_bytes", "exposed_ms", "moving_ms", "others_ms", "queue_ms"

@@ -161,10 +161,11 @@ class Exchange:
         return self._known[key]
 
     def _message_shape(self, x: Tensor, spread_rank: int, join_rank: int) -> list[int]:
-        """Return the shape of a message between two ranks.
+        """Return the shape of the message that `go_out` sends from `join_rank` to `spread_rank`.
 
-        It has the slices of `spread_rank` in the spread dim of all tensors, concatenated, and the
-        slice of `join_rank` in the join dim.
+        `go_back` sends a message of this shape the other way. Along the spread dim it has the
+        slices of `spread_rank`, of all tensors, concatenated; along the join dim that of
+        `join_rank`.
         """
         shape = list(x.shape)
         shape[self.spread[0].dim] = sum(len(cut.ranges[spread_rank]) for cut in self.spread)

@@ -119,7 +119,7 @@ def _prefix_cost(windows: Windows) -> Callable[[Any], Any]:
 
 @lru_cache(maxsize=64)
 def _split(lengths: tuple[int, ...], num_ranks: int, windows: Windows) -> SequenceSplit:
-    """Return the result of `SequenceSplit.of`; cached by documents and ranks."""
+    """Return the result of `SequenceSplit.of`; cached by all arguments."""
     line = _Line(lengths, windows)
     held = [line.take(num_ranks - rank) for rank in range(num_ranks)]
     return SequenceSplit(lengths, line.slices(held), windows)

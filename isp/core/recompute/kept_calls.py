@@ -150,7 +150,8 @@ class KeptCalls:
         offset = 0 if dropped is None else int(dropped.storage_offset())
 
         def pack(x: Tensor) -> Any:
-            # With this dtype, a view of `dropped` can be made of the recomputed input by strides.
+            # If x is `dropped` or a view of it in the same dtype, it can be made of the recomputed
+            # input by strides. Only the first such x is replaced.
             if left and memory_of(x) == left[0] and x.dtype == dtype:
                 left.clear()
                 return _View(x.shape, x.stride(), int(x.storage_offset()) - offset)

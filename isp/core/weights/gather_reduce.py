@@ -99,8 +99,9 @@ class GatheredLayer:
 
 
 def _version(shards: Sequence[ShardedParameter]) -> int:
-    """Return a number that grows with each write into `shards` that torch counts.
+    """Return a number that grows with writes into `shards` and with steps of any torch optimizer.
 
+    Of the writes it sees those that torch counts in a tensor's version, not those through `.data`.
     See [Note: Versions] in docs/design/notes/weights.md.
     """
     number: int = _optimizer_steps()[0]

@@ -136,8 +136,8 @@ class TracedMixers:
                 if not self._reported and placement.channel.size > 1:
                     self._reported = True
                     logger.info(
-                        "parallel.sequence_scan=auto: scans run by %s, where a rank receives the"
-                        " fewest bytes",
+                        "parallel.sequence_scan=auto: the first scan runs by %s, so that a rank"
+                        " receives the fewest bytes; each later scan chooses by its own sizes",
                         way,
                     )
             scan = scan_by_heads if way is SequenceScan.HEADS else scan_by_state
