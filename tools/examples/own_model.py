@@ -1,6 +1,6 @@
 """Use sharded weights and Ulysses attention in your own model; compare it with plain torch.
 
-    torchrun --nproc-per-node 4 tools/examples/own_model.py
+torchrun --nproc-per-node 4 tools/examples/own_model.py
 """
 
 from functools import partial
