@@ -132,7 +132,7 @@ def their_attention(local: LocalAttention, mask: AttentionMask) -> Callable[...,
 
 
 class Cost(NamedTuple):
-    """How long one forward and backward of attention takes, in seconds."""
+    """Time of one forward and backward of attention, in seconds."""
 
     wall: float
     """Time that passed on the slowest rank."""

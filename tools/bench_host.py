@@ -246,7 +246,7 @@ def timed(step: StepHalves) -> Times:
 
 
 class Counts(NamedTuple):
-    """How many operations of each kind a step has, or one layer in a step."""
+    """Number of operations of each kind in a step, or of one layer in a step."""
 
     collectives: float
     """Number of collectives launched."""

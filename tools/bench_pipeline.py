@@ -141,7 +141,7 @@ def bubbles(rank: int, world: int, o: argparse.Namespace) -> None:
 
 
 class Exposure(NamedTuple):
-    """How many all-gathers of weights compute waited for, in a step on one rank."""
+    """Number of all-gathers that compute waited for, in a step on one rank."""
 
     exposed: int
     """Gathers that compute waited for longer than a twentieth of their time."""

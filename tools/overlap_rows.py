@@ -110,7 +110,7 @@ LossOf = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 @dataclass
 class Compute:
-    """What a rank computes in a step: a model on rows of tokens, and how matmuls are slowed."""
+    """Compute of a rank in a step: a model on rows of tokens, and how matmuls are slowed."""
 
     model: ModelConfig
     rows: int

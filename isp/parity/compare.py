@@ -73,7 +73,7 @@ of larger ones, and relative to itself any noise would be a large difference."""
 
 
 class CheckCase(NamedTuple):
-    """What batch a step has and whether it recomputes; each layout trains all of `CASES`."""
+    """Batch of a step, and whether it recomputes; each layout trains all of `CASES`."""
 
     packed: bool
     """True: rows of several documents, joined into at most two micro-batches. False: one batch."""

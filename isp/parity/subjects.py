@@ -110,7 +110,7 @@ class Subject:
 
     @property
     def ways(self) -> str:
-        """How the plain model and the layouts compute, in words, with versions of packages."""
+        """Methods of the plain model and of the layouts, in words, with versions of packages."""
         ways = f"torch {torch.__version__}"
         if not hasattr(self.model, "set_experts_implementation"):
             return ways

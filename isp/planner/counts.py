@@ -30,7 +30,7 @@ _ANY = Fabric(
 
 
 class Count(NamedTuple):
-    """How many transfers of one kind or purpose a rank makes in a step, and their bytes."""
+    """Number of transfers of one kind or purpose that a rank makes in a step, and their bytes."""
 
     calls: int
     sent_bytes: int

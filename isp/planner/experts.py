@@ -31,7 +31,7 @@ forward and in backward), per micro-batch."""
 
 
 class ExpertLayer(NamedTuple):
-    """How many experts one layer has, and their sizes."""
+    """Number of experts of one layer, and their sizes."""
 
     num_experts: int
     used: int

@@ -110,7 +110,7 @@ class HostSpec:
 
 
 class Spread(NamedTuple):
-    """How many ranks a group has, and how many of them are in each node."""
+    """Number of ranks of a group, and of those in each node."""
 
     size: int
     per_node: int

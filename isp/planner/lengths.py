@@ -77,7 +77,7 @@ class Budget(NamedTuple):
 
 
 class Growth(NamedTuple):
-    """How peak memory grows with the length: a fixed part, and bytes for each token of a rank."""
+    """Growth of peak memory with the length: a fixed part, and bytes for each token of a rank."""
 
     fixed: Memory
     """Bytes at zero tokens, by the line through two lengths."""

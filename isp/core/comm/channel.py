@@ -409,7 +409,7 @@ class Channel:
 
 
 class Listener(Protocol):
-    """What a `DryChannel`, which sends nothing, tells about each transfer that it would send."""
+    """Receiver of the transfers that a `DryChannel`, which sends nothing, would have sent."""
 
     def launched(self, transfer: Transfer) -> Callable[[], object]:
         """Record the launch of a transfer, and return a function to call at its wait."""

@@ -114,7 +114,7 @@ class TimedTransfer:
 
 
 class CommTotals(NamedTuple):
-    """How many transfers a rank made in a step, with their bytes and times."""
+    """Number of transfers that a rank made in a step, with their bytes and times."""
 
     num_transfers: int
     """Number of transfers of the step."""

@@ -26,7 +26,7 @@ __all__ = ["PlanCursor", "PlanEntry", "PrefetchPlan", "WeightOp", "WeightOpKind"
 
 
 class WeightOpKind(StrEnum):
-    """What a prefetch plan does with a weight: gather it, wait for it, or free it."""
+    """Operation of a prefetch plan on a weight: gather it, wait for it, or free it."""
 
     GATHER = "gather"
     WAIT = "wait"

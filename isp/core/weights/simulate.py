@@ -15,7 +15,7 @@ __all__ = ["Lookahead", "Occupancy", "Simulation", "simulate"]
 
 
 class Occupancy(NamedTuple):
-    """How many weights are gathered or in flight during a use.
+    """Number of weights that are gathered or in flight during a use.
 
     They are counted as blocks, as groups of weights that are read together, and one by one.
     """
@@ -41,7 +41,7 @@ class Lookahead(NamedTuple):
 
 
 class Simulation(NamedTuple):
-    """How many weights a prefetch plan gathers, and how many exist at a time.
+    """Numbers of weights that a prefetch plan gathers, and that exist at a time.
 
     The plan has passed all checks of `simulate`.
     """

@@ -35,7 +35,7 @@ __all__ = ["Exported", "as_saved", "export", "plain_decoder", "saved_model"]
 
 
 class Exported(NamedTuple):
-    """What `export` has written: how many tensors of which dtype and model, and notes."""
+    """Result of `export`: the number of tensors, their dtype and model, and notes."""
 
     source: Path
     """Path of the checkpoint."""

@@ -85,7 +85,7 @@ class _StandIn:
 
 
 class _Sizes(NamedTuple):
-    """How many keys or blocks of keys an indexer chooses for a query, and for how many heads."""
+    """Number of keys or blocks of keys that an indexer chooses for a query, and of its heads."""
 
     num_heads: int
     num_choices: int
