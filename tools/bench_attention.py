@@ -200,7 +200,7 @@ def compare(rank: int, ranks: int, case: Case, repeats: int) -> None:
 
 
 class CommTotals:
-    """How many transfers a channel's log has, and how many bytes they have sent.
+    """Number of transfers in a channel's log, and the bytes that they sent.
 
     Making one empties the log, so the next one counts only later transfers.
     """
