@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -60,34 +61,47 @@ def _whole(model: ModelConfig, dtype: str, mode: Mode, split: bool, stay: bool) 
     return whole
 
 
+class _Cut(NamedTuple):
+    """Everything that decides which part of a model each rank of a pipeline has: a cache key."""
+
+    model: ModelConfig
+    dtype: str
+    mode: Mode
+    split: bool
+    """True if the embedding is split over hidden features, not over entries."""
+    order: PipelineOrder
+    stay: bool
+    """True if each expert is whole on one rank, so that its weights are not gathered."""
+
+
+def _cut_of(case: PlanCase) -> _Cut:
+    """Return the cut of a planned layout."""
+    split, stay = case.parallel.weight.embed_split_hidden, case.topology.experts_stay
+    return _Cut(case.model, case.dtype, case.mode, split, case.order, stay)
+
+
 @lru_cache(maxsize=1024)
-def _shapes(
-    model: ModelConfig,
-    dtype: str,
-    mode: Mode,
-    split: bool,
-    order: PipelineOrder,
-    stay: bool,
-) -> tuple[RankShape, ...]:
+def _shapes(cut: _Cut) -> tuple[RankShape, ...]:
     """Return the part of the model on each rank of a pipeline.
 
     Models that differ only in recomputation share cached parameters and uses: only the flags of
     their blocks that say what is recomputed are set anew (`marked`).
     """
+    model = cut.model
     plain = replace(bare(model), mlp_tile_tokens=model.mlp_tile_tokens)
-    traced = language_model(plain, dtype)
+    traced = language_model(plain, cut.dtype)
     if model == plain:
-        return rank_shapes(traced, _whole(plain, dtype, mode, split, stay), order)
+        whole = _whole(plain, cut.dtype, cut.mode, cut.split, cut.stay)
+        return rank_shapes(traced, whole, cut.order)
     return tuple(
         shape._replace(chunks=marked(shape.chunks, traced.trace.blocks, model.recomputation))
-        for shape in _shapes(plain, dtype, mode, split, order, stay)
+        for shape in _shapes(cut._replace(model=plain))
     )
 
 
 def shape_of(case: PlanCase, rank: int) -> RankShape:
     """Return the part of the model on the `rank`-th rank of a pipeline."""
-    split, stay = case.parallel.weight.embed_split_hidden, case.topology.experts_stay
-    return _shapes(case.model, case.dtype, case.mode, split, case.order, stay)[rank]
+    return _shapes(_cut_of(case))[rank]
 
 
 def whole_shape(model: ModelConfig, dtype: str, mode: Mode, *, experts_stay: bool) -> RankShape:
@@ -97,7 +111,7 @@ def whole_shape(model: ModelConfig, dtype: str, mode: Mode, *, experts_stay: boo
     rank, so that its weights are not gathered.
     """
     order = PipelineOrder(PipelineConfig())
-    return _shapes(model, dtype, mode, False, order, experts_stay)[0]
+    return _shapes(_Cut(model, dtype, mode, False, order, experts_stay))[0]
 
 
 def all_blocks(case: PlanCase) -> list[Block]:
@@ -128,12 +142,9 @@ def local_parameters(case: PlanCase, place: Coordinates) -> tuple[ShardedParamet
 
 def _parameters(case: PlanCase, place: Coordinates, *, apart: bool) -> tuple[ShardedParameter, ...]:
     """Return `local_parameters`, or, if `apart`, `updated_parameters`."""
+    cut = _cut_of(case)
     return _local_parameters(
-        bare(case.model),
-        case.dtype,
-        case.mode,
-        case.parallel.weight.embed_split_hidden,
-        case.order,
+        cut._replace(model=bare(cut.model)),
         place.stage,
         case.topology.weight,
         place.weight,
@@ -144,11 +155,7 @@ def _parameters(case: PlanCase, place: Coordinates, *, apart: bool) -> tuple[Sha
 
 @lru_cache(maxsize=1024)
 def _local_parameters(
-    model: ModelConfig,
-    dtype: str,
-    mode: Mode,
-    embed_split_hidden: bool,
-    order: PipelineOrder,
+    cut: _Cut,
     rank: int,
     parts: int,
     index: int,
@@ -161,15 +168,14 @@ def _local_parameters(
     returned, and fused ones as their parts. The arguments are only what affects the result, so that
     layouts which differ in anything else share a cached one.
     """
-    found, roles = [], language_model(model, dtype).trace.roles
-    stay = spread == parts > 1
-    shape = _shapes(model, dtype, mode, embed_split_hidden, order, stay)[rank]
+    found, roles = [], language_model(cut.model, cut.dtype).trace.roles
+    shape = _shapes(cut)[rank]
     for name, layout in (shape.trained if apart else shape.layouts).items():
         groups = spread if roles.get(name) is ParameterRole.EXPERT else 1
         if groups > 1 or layout.reduce_over is Axis.WEIGHT_DATA:
             over = Axis.WEIGHT_DATA
             layout = replace(layout, reduce_over=over, parts=parts, index=index, groups=groups)
-        data = torch.empty(layout.local_shape, dtype=getattr(torch, dtype), device="meta")
+        data = torch.empty(layout.local_shape, dtype=getattr(torch, cut.dtype), device="meta")
         parameter = nn.Parameter(data, requires_grad=name not in shape.frozen)
         found.append(ShardedParameter(name, parameter, layout))
     return tuple(found)
@@ -200,22 +206,13 @@ def kinds_of(case: PlanCase, rank: int, blocks: Iterable[Block]) -> dict[str, Bl
 
     Blocks of one kind have the same uses and weight shapes, and are rehearsed once.
     """
-    split, stay = case.parallel.weight.embed_split_hidden, case.topology.experts_stay
-    known = _kinds(case.model, case.dtype, case.mode, split, case.order, stay, rank)
+    known = _kinds(_cut_of(case), rank)
     return {block.name: known[block.name] for block in blocks}
 
 
 @lru_cache(maxsize=1024)
-def _kinds(
-    model: ModelConfig,
-    dtype: str,
-    mode: Mode,
-    split: bool,
-    order: PipelineOrder,
-    stay: bool,
-    rank: int,
-) -> dict[str, BlockKind]:
+def _kinds(cut: _Cut, rank: int) -> dict[str, BlockKind]:
     """Return the kind of each block on the `rank`-th rank of a pipeline, by block name."""
-    shape = _shapes(model, dtype, mode, split, order, stay)[rank]
+    shape = _shapes(cut)[rank]
     shapes = {name: layout.global_shape for name, layout in shape.layouts.items()}
     return {block.name: kind_of(block, shapes) for chunk in shape.chunks for block in chunk}
