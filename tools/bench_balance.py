@@ -10,7 +10,6 @@ pairs of one of its queries and a key that this query attends to.
 
 from __future__ import annotations
 
-import argparse
 import math
 import random
 import statistics
@@ -19,6 +18,8 @@ from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from itertools import accumulate, pairwise
 from typing import NamedTuple
+
+from table_parser import table_parser
 
 from isp.core.mesh.sequence_split import SequenceSplit, Slice
 
@@ -138,11 +139,7 @@ def received(plan: SequenceSplit) -> int:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__,
-        epilog=COLUMNS,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = table_parser(__doc__, COLUMNS)
     parser.add_argument("--rows", type=int, default=10_000, help="number of rows drawn")
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4, 8, 16], help="context ranks")
     parser.add_argument("--tokens", type=int, default=65536, help="tokens of a row")

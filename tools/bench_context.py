@@ -28,6 +28,7 @@ from bench_overlap import UNLIMITED, Bench, Sample, run_ranks
 from context_rows import BothWaysLink, Heads, PacedAttention, Way, Ways, pairs
 from netns import Wires
 from overlap_rows import Row, StepResult
+from table_parser import table_parser
 
 from isp.core.attention.backends.cpu import CpuAttention
 from isp.core.attention.mask import AttentionMask
@@ -182,11 +183,7 @@ class ContextBench(Bench):
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__,
-        epilog=COLUMNS,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = table_parser(__doc__, COLUMNS)
     parser.add_argument("--link", choices=("modelled", "real"), default="modelled")
     parser.add_argument("--ranks", type=int, nargs="+", default=[4, 8], help="CPU ranks")
     parser.add_argument(

@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
+from table_parser import table_parser
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -124,11 +125,7 @@ def median_ratio(ours: Sequence[float], theirs: Sequence[float]) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__,
-        epilog=COLUMNS,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = table_parser(__doc__, COLUMNS)
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4], help="CPU ranks")
     parser.add_argument("--steps", type=int, default=30, help="timed steps of each wrapper")
     parser.add_argument("--warmup", type=int, default=5, help="steps before these")

@@ -23,6 +23,7 @@ from typing import NamedTuple
 
 import torch
 from paced import Link, Paced, linears_of
+from table_parser import table_parser
 from torch import Tensor
 
 import isp
@@ -224,11 +225,7 @@ def _measured_crossing(tokens: list[int], ratios: list[float]) -> float | None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__,
-        epilog=COLUMNS,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = table_parser(__doc__, COLUMNS)
     parser.add_argument("--mbit", type=float, default=20, help="Mbit/s of the link of each rank")
     parser.add_argument("--rounds", type=int, default=3, help="timed steps of each way")
     parser.add_argument("--shared", action="store_true", help="time a shared expert instead")

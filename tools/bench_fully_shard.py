@@ -23,6 +23,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from overlap_rows import Compute, Row, compare, compute_alone, llama_layers, mesh_of, ours, theirs
+from table_parser import table_parser
 
 from isp.core.attention.local import make_local_attention
 from isp.core.comm import Mesh, World
@@ -96,11 +97,7 @@ def seconds(row: Row, device: torch.device) -> float:
 
 def main() -> None:
     """Compare losses and gradients, then print the table, on every rank that torchrun starts."""
-    parser = argparse.ArgumentParser(
-        description=__doc__,
-        epilog=COLUMNS,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = table_parser(__doc__, COLUMNS)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
     parser.add_argument("--layers", type=int, default=4)

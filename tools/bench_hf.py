@@ -27,6 +27,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from table_parser import table_parser
 from torch import nn
 
 from isp.config import JobConfig, load_config
@@ -274,11 +275,7 @@ def slowest(of_ranks: list[Times]) -> Times:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__,
-        epilog=COLUMNS,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = table_parser(__doc__, COLUMNS)
     parser.add_argument("--rounds", type=int, default=7, help="timed steps of each way")
     parser.add_argument("--seq-len", type=int, default=1024, help="tokens of the batch")
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2], help="CPU ranks")

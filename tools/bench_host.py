@@ -12,7 +12,6 @@ in the trainer, Python's garbage is collected only between steps. Models take tu
 
 from __future__ import annotations
 
-import argparse
 import gc
 import statistics
 import sys
@@ -29,6 +28,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from bench_world1 import Plain, PlainBlock
+from table_parser import table_parser
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -363,11 +363,7 @@ def _a_layer(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__,
-        epilog=COLUMNS,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = table_parser(__doc__, COLUMNS)
     parser.add_argument("--rounds", type=int, default=30, help="timed steps of each row")
     parser.add_argument(
         "--quick", action="store_true", help="only the first four rows: plain, fully_shard, isp"

@@ -28,6 +28,7 @@ import torch
 import torch.distributed as dist
 from bench_parts import draw_weights, fault_of, free_memory, prepare, save
 from overlap_rows import Compute, Row, compute_alone, llama_layers, ours, theirs
+from table_parser import table_parser
 from torch import Tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -267,11 +268,7 @@ def seconds(row: Row, device: torch.device) -> float:
 
 def main() -> int:
     """Measure all ways at every speed and print the table; return 1 if one failed."""
-    parser = argparse.ArgumentParser(
-        description=__doc__,
-        epilog=COLUMNS,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = table_parser(__doc__, COLUMNS)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--ranks", type=int, default=8, help="ranks that shard the weights")
     parser.add_argument("--layers", type=int, default=3)

@@ -33,6 +33,7 @@ import torch
 import torch.distributed as dist
 from bench_hf import Step, ours, plain
 from bench_parts import OUT_OF_MEMORY, fault_of, free_memory, prepare, save
+from table_parser import table_parser
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -208,11 +209,7 @@ def show(one: dict[str, Any]) -> None:
 
 def main() -> int:
     """Measure every preset at every length; return 1 if losses differ or a way failed."""
-    parser = argparse.ArgumentParser(
-        description=__doc__,
-        epilog=COLUMNS,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = table_parser(__doc__, COLUMNS)
     parser.add_argument("--presets", nargs="+", choices=DENSE, default=["qwen3-0.6b"])
     parser.add_argument("--layers", type=int, help="number of layers, instead of the preset's")
     parser.add_argument(

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from paced import Link
+from table_parser import table_parser
 from torch import Tensor, nn
 
 import isp.core.optim.matrices
@@ -158,11 +159,7 @@ def _measure(rank: int, options: argparse.Namespace) -> dict[str, list[tuple[flo
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__,
-        epilog=COLUMNS,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = table_parser(__doc__, COLUMNS)
     parser.add_argument("--step-ms", type=float, default=400, help="compute of a step on a rank")
     parser.add_argument(
         "--ratio",

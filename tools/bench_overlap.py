@@ -48,6 +48,7 @@ from overlap_rows import (
     traffic,
 )
 from paced import Link
+from table_parser import table_parser
 
 from isp.core.comm import Channel, CommLog, TimedTransfer
 from isp.core.mesh import Axis
@@ -447,11 +448,7 @@ def run_ranks(world: int, options: argparse.Namespace, *, bench: type[Bench] = B
 
 def options_parser() -> argparse.ArgumentParser:
     """Return the parser of the command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__,
-        epilog=COLUMNS,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = table_parser(__doc__, COLUMNS)
     parser.add_argument("--link", choices=("modelled", "real"), default="modelled")
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4], help="CPU ranks")
     parser.add_argument(

@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
+from table_parser import table_parser
 
 from isp.config import JobConfig
 from isp.config.data import DataConfig
@@ -129,11 +130,7 @@ def report(world: int, mode: Mode, plain: list[Cost], recorded: list[Cost], mark
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__,
-        epilog=COLUMNS,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = table_parser(__doc__, COLUMNS)
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4], help="CPU ranks")
     parser.add_argument("--rounds", type=int, default=30, help="timed pairs of steps")
     parser.add_argument("--warmup", type=int, default=3, help="pairs of steps before these")

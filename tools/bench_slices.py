@@ -18,6 +18,7 @@ from collections.abc import Callable
 
 import torch
 from bench_balance import log_normal_row
+from table_parser import table_parser
 from torch import Tensor
 
 from isp.core.attention.context_parallel.route import gather_route
@@ -104,11 +105,7 @@ def _tokens(held: tuple[tuple[int, int, int], ...]) -> int:
 
 def main() -> None:
     """Print the table for one document and for packed documents."""
-    parser = argparse.ArgumentParser(
-        description=__doc__,
-        epilog=COLUMNS,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = table_parser(__doc__, COLUMNS)
     parser.add_argument("--device", default="cpu", help="cpu or cuda")
     parser.add_argument("--dtype", help="default: bfloat16 on cuda, float32 on cpu")
     parser.add_argument("--tokens", type=int, default=1024, help="tokens of a rank")

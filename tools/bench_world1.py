@@ -9,13 +9,13 @@ is timed, the losses of three steps have to agree.
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import time
 from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
+from table_parser import table_parser
 from torch import Tensor, nn
 
 from isp.core.comm import Mesh
@@ -168,11 +168,7 @@ def timed(step: Step) -> tuple[float, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__,
-        epilog=COLUMNS,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = table_parser(__doc__, COLUMNS)
     parser.add_argument("--rounds", type=int, default=15, help="timed steps of each")
     parser.add_argument("--seq-len", type=int, default=2048, help="tokens of the batch")
     parser.add_argument("--sizes", nargs="+", choices=SIZES, default=list(SIZES))

@@ -31,6 +31,7 @@ import torch.distributed as dist
 from bench_overlap import run_ranks
 from netns import Wires
 from overlap_rows import gather_asynchronously, reduce_through
+from table_parser import table_parser
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -308,11 +309,7 @@ def _status(field: str) -> int:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__,
-        epilog=COLUMNS,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = table_parser(__doc__, COLUMNS)
     parser.add_argument(
         "--link", nargs="+", default=["10gbit", "1gbit", "0.5gbit"], help="speeds of a rank's link"
     )

@@ -9,12 +9,12 @@ and a device of the same speed.
 
 from __future__ import annotations
 
-import argparse
 import statistics
 from dataclasses import replace
 
 import bench_overlap
 from bench_overlap import Bench
+from table_parser import table_parser
 
 from isp.core.mesh import Axis, Topology
 from isp.core.mesh.config import OverlapUnit, ParallelConfig, TensorConfig, WeightConfig
@@ -113,11 +113,7 @@ class Comparison(Bench):
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__,
-        epilog=COLUMNS,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = table_parser(__doc__, COLUMNS)
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4], help="CPU ranks")
     parser.add_argument(
         "--ratios",
