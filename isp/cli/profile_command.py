@@ -44,7 +44,7 @@ def _run(args: argparse.Namespace) -> int:
     if args.nproc is not None:
         say_progress(f"checking {args.config} before {counted(args.nproc, 'rank')} are started")
         # This process only starts ranks, which compute in other processes.
-    compute_on_one_thread()
+        compute_on_one_thread()
     from isp.cli.launch import speaks, start_ranks, without_nproc, world_size
     from isp.config import ConfigError, load_config
     from isp.core.mesh.config import Mode

@@ -504,3 +504,12 @@ def test_planning_runs_on_one_thread(job, capsys, monkeypatch):
         assert main([name, job, *more, *SMALL_MODEL]) == 0
         assert f"planning {job}: tracing its model" in capsys.readouterr().err
     assert asked == [1, 1, 1]
+
+
+def test_a_process_that_profiles_keeps_its_threads(job, monkeypatch):
+    """Catches a profile on one thread of a run that has several."""
+    asked = []
+    monkeypatch.setattr("torch.set_num_threads", asked.append)
+    monkeypatch.setattr("isp.train.profiling.profile_run.profile_ranks", lambda *_, **__: None)
+    assert main(["profile", job, "--modes", "isp", *SMALL_MODEL]) == 0
+    assert asked == []
