@@ -96,18 +96,7 @@ class Memory:
 
 def states(case: PlanCase, place: Coordinates) -> Memory:
     """Return the bytes of a rank's weights, gradients and optimizer states."""
-    # Layouts that differ only in recomputation or the batch have the same states.
-    parallel = ParallelConfig(weight=case.parallel.weight, pipeline=case.parallel.pipeline)
-    plain = replace(
-        case,
-        model=bare(case.model),
-        parallel=parallel,
-        rows=1,
-        tokens=1,
-        micro_num=1,
-        documents=1,
-    )
-    return _states(plain, place)
+    return _states(only_weights(case), place._replace(tensor=0))
 
 
 @lru_cache(maxsize=1024)
@@ -569,6 +558,7 @@ def only_weights(case: PlanCase, micro_num: int = 1) -> PlanCase:
         rows=1,
         tokens=1,
         micro_num=micro_num,
+        documents=1,
     )
 
 
