@@ -155,12 +155,12 @@ class _Replay:
         weight = op.weight
         if op.kind is WeightOpKind.GATHER:
             if weight in self.launched:
-                self.fail(f"gathers {weight}, which is there or under way")
+                self.fail(f"gathers {weight}, which is there or in flight")
             self.launched[weight] = self.step
             self.flying.append(weight)
         elif op.kind is WeightOpKind.WAIT:
             if site is None or weight not in self.flying:
-                self.fail(f"waits for {weight}, which is not under way")
+                self.fail(f"waits for {weight}, which is not in flight")
             if self.flying.popleft() != weight:
                 self.fail(f"waits for {weight} out of turn")
             self.ready.add(weight)

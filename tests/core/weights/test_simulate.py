@@ -94,10 +94,10 @@ FREE_C = WeightOp(WeightOpKind.FREE, "c.w1")
     [
         (1, [], r"entry 0 \(micro-batch 0, .*forward.*block=0.*\): reads a.w1, which is not ready"),
         (5, [], "entry 2 .*: reads c.w1, which is not ready"),
-        (5, [WAIT_C, GATHER_C], "entry 2 .*: gathers c.w1, which is there or under way"),
-        (3, [WAIT_C], "entry 1 .*: waits for c.w1, which is not under way"),
+        (5, [WAIT_C, GATHER_C], "entry 2 .*: gathers c.w1, which is there or in flight"),
+        (3, [WAIT_C], "entry 1 .*: waits for c.w1, which is not in flight"),
         (2, [FREE_C], "entry 0 .*: frees c.w1, which is not ready"),
-        (0, [WAIT_C], "start: waits for c.w1, which is not under way"),
+        (0, [WAIT_C], "start: waits for c.w1, which is not in flight"),
         (6, [], "end: left behind: c.w1"),
         (5, [WAIT_C, FREE_C], "entry 2 .*: frees c.w1, which was never read"),
         (
