@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from isp.parity.layouts import Layout
 
 from isp.cli.options import Run
-from isp.cli.output import say, say_progress
+from isp.cli.output import compute_on_one_thread, say, say_progress
 
 __all__ = ["add_options"]
 
@@ -79,7 +79,7 @@ def _prepare(args: argparse.Namespace) -> tuple[Check, list[Layout]]:
     from isp.utils.files import download_hint
 
     # The ranks share the cores, and each model is too small for several threads.
-    torch.set_num_threads(1)
+    compute_on_one_thread()
     torch.manual_seed(0)
     path, training = Path(args.config), TrainingConfig()
     folder: Path | None = path

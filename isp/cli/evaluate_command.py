@@ -173,7 +173,7 @@ def _evaluate(
     from isp.cli.launch import without_nproc
     from isp.core.comm import Mesh, World
     from isp.core.mesh import Topology
-    from isp.evaluation.evaluate import Track, describe, find_passkeys, text_losses
+    from isp.evaluation.evaluate import Track, describe, find_passkeys, text_losses, untracked
     from isp.metrics.evaluation import EVALUATION_FILE, Evaluation
     from isp.step.setup import device_of
 
@@ -183,7 +183,7 @@ def _evaluate(
         mesh = Mesh(Topology.create(layout.ranks, layout.parallel), world.rank)
         engine = source.engine(layout.parallel, mesh, device)
         # All ranks run the same loops; one of them shows how far they are.
-        track: Track = show_progress if world.rank == 0 else lambda numbers, _: numbers
+        track: Track = show_progress if world.rank == 0 else untracked
         if rows is not None:
             text = text_losses(
                 engine,

@@ -34,12 +34,18 @@ __all__ = [
     "find_passkeys",
     "open_rows",
     "text_losses",
+    "untracked",
 ]
 
 
 Track = Callable[[Sequence[int], str], Iterable[int]]
 """A progress display: yields the numbers it is given, and shows under a name how many of them the
 caller has taken."""
+
+
+def untracked(numbers: Sequence[int], _: str) -> Iterable[int]:
+    """Return `numbers`, showing nothing."""
+    return numbers
 
 
 class TextRows(NamedTuple):
@@ -85,7 +91,7 @@ def text_losses(
     rows: int,
     batch_tokens: int,
     source: str,
-    track: Track = lambda numbers, _: numbers,
+    track: Track = untracked,
 ) -> TextLosses:
     """Return losses by position of the first `rows` samples, each `lengths[-1]` tokens long.
 
@@ -128,7 +134,7 @@ def find_passkeys(
     keys: int,
     seed: int,
     batch_tokens: int,
-    track: Track = lambda numbers, _: numbers,
+    track: Track = untracked,
 ) -> Passkeys:
     """Return, for each prompt length and depth, for how many of `keys` prompts the model finds the
     key.
